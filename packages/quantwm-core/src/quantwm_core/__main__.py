@@ -1,0 +1,118 @@
+"""``python -m quantwm_core``: compress a dumped cache, restore it, look into a compressed file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantwm_core import archive, chunk, method, methods
+from quantwm_core.errors import QuantWMError
+
+SUFFIX = ".qwm.safetensors"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m quantwm_core", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+    compress = commands.add_parser("compress", help="BF16, FP16 or FP32 dump -> sealed chunks")
+    compress.add_argument("file", type=Path, help="safetensors with [layer.N.]keys, values and optionally queries")
+    compress.add_argument("--method", default="quantwm", help=f"one of: {', '.join(methods.names())}")
+    compress.add_argument("--keys", help="another method for the keys")
+    compress.add_argument("--values", help="another method for the values")
+    compress.add_argument("--preset", help=f"one of: {', '.join(method.PRESETS)}")
+    compress.add_argument("--chunk", type=int, required=True, metavar="N", help="tokens that the model makes at once")
+    compress.add_argument("--chunks-per-seal", type=int, metavar="M", help="chunks per sealed unit")
+    compress.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="parameter, such as rank=16")
+    compress.add_argument("--out", type=Path, help=f"default: FILE with {SUFFIX}")
+    restore = commands.add_parser("restore", help="sealed chunks -> BF16 keys and values")
+    restore.add_argument("file", type=Path)
+    restore.add_argument("--out", type=Path, help="default: FILE with .restored.safetensors")
+    inspect = commands.add_parser("inspect", help="what a compressed file holds, byte for byte")
+    inspect.add_argument("file", type=Path)
+    inspect.add_argument("--json", action="store_true", help="a JSON object a chunk")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; 0 on success, 2 with a message on bad input."""
+    options = parser().parse_args(arguments)
+    try:
+        {"compress": _compress, "restore": _restore, "inspect": _inspect}[options.command](options)
+    except (QuantWMError, OSError) as error:
+        print(f"quantwm_core: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _compress(options: argparse.Namespace) -> None:
+    arrays, _ = chunk.read_arrays(options.file)
+    scheme = method.scheme(
+        options.method,
+        keys=options.keys,
+        values=options.values,
+        preset=options.preset,
+        chunks_per_seal=options.chunks_per_seal,
+        **dict(_setting(text) for text in options.set),
+    )
+    layers = {}
+    for number, dump in archive.collect(arrays).items():
+        layers[number] = archive.compress(dump, scheme, options.chunk, number)
+    out = options.out or options.file.with_suffix("").with_suffix(SUFFIX)
+    chunk.save(out, layers)
+    print(f"{out}: {_summary(layers)}")
+
+
+def _restore(options: argparse.Namespace) -> None:
+    layers, _ = chunk.load(options.file)
+    arrays: dict[str, np.ndarray] = {}
+    for number, chunks in layers.items():
+        dump = archive.restore(chunks)
+        arrays |= {f"layer.{number}.keys": dump.keys, f"layer.{number}.values": dump.values}
+    stem = options.file.name.removesuffix(SUFFIX).removesuffix(".safetensors")
+    out = options.out or options.file.with_name(f"{stem}.restored.safetensors")
+    chunk.write_arrays(out, arrays)
+    print(f"{out}: {sum(array.nbytes for array in arrays.values())} bytes of BF16")
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    layers, _ = chunk.load(options.file)
+    rows = list(archive.rows(layers))
+    if options.json:
+        for row in rows:
+            print(json.dumps(row))
+        return
+    print("layer      tokens           keys       values         bytes    ratio")
+    for row in rows:
+        tokens = f"{row['start']}..{row['stop']}"
+        print(
+            f"{row['layer']:>5}  {tokens:<15}  {row['keys']:<9}  {row['values']:<9}  {row['bytes']:>9}  {row['ratio']:>7.3f}"
+        )
+    print(_summary(layers))
+
+
+def _summary(layers: dict[int, list[chunk.SealedChunk]]) -> str:
+    """Totals over a file."""
+    every = [sealed for chunks in layers.values() for sealed in chunks]
+    stored, plain = sum(sealed.nbytes for sealed in every), sum(sealed.bf16_nbytes for sealed in every)
+    return f"{len(every)} chunks, {stored} bytes for {plain} bytes of BF16, ratio {plain / stored:.3f}"
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """``rank=16`` as a name and a value; what is no JSON value is text."""
+    name, _, value = text.partition("=")
+    try:
+        parsed = json.loads(value)
+    except json.JSONDecodeError:
+        parsed = value
+    return name.replace("-", "_"), parsed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""A sealed unit: named arrays of a layer's keys and values, their exact byte count, and the file that holds them.
+
+A file is one safetensors file, so any safetensors library reads it. Arrays are called
+``layer.L.chunk.I.keys.NAME`` and ``layer.L.chunk.I.values.NAME``; the metadata hold ``format = quantwm/1`` and, under
+``chunks``, the method, parameters, shape and token range of every chunk as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save_file
+
+from quantwm_core.domain import BF16, E4M3
+from quantwm_core.errors import FormatError, RangeError, ShapeError
+
+FORMAT_VERSION = 1
+Kind = Literal["keys", "values"]
+KINDS: tuple[Kind, Kind] = ("keys", "values")
+Parameter = int | float | str | bool | None
+
+_DTYPES = {
+    "BF16": BF16, "F8_E4M3": E4M3, "U8": np.dtype("uint8"), "I8": np.dtype("int8"), "I32": np.dtype("int32"),
+    "I64": np.dtype("int64"), "F32": np.dtype("float32"), "F16": np.dtype("float16"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SealedTensor:
+    """Keys or values of one sealed unit.
+
+    Attributes:
+        method: Public name of the method that wrote it and can read it.
+        parameters: The method's settings, enough to decode.
+        shape: ``(B, H, N, D)`` of the BF16 tensor it stands for.
+        arrays: Storage, each array by name; an absent part is missing.
+    """
+
+    method: str
+    parameters: Mapping[str, Parameter]
+    shape: tuple[int, int, int, int]
+    arrays: Mapping[str, np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage: the sum over all arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    @property
+    def bf16_nbytes(self) -> int:
+        """Bytes of the BF16 tensor it stands for."""
+        return 2 * int(np.prod(self.shape))
+
+    def token_range(self, start: int, stop: int | None) -> tuple[int, int]:
+        """Check a token range inside the unit and return it with its end filled in.
+
+        Raises:
+            RangeError: The range does not lie inside the unit.
+        """
+        tokens = self.shape[2]
+        end = tokens if stop is None else stop
+        if not 0 <= start <= end <= tokens:
+            raise RangeError(
+                f"tokens {start} to {end} of a sealed unit of {tokens}: need 0 <= start <= stop <= {tokens}"
+            )
+        return start, end
+
+
+@dataclass(frozen=True)
+class SealedChunk:
+    """Keys and values of one layer's sealed unit.
+
+    Attributes:
+        keys, values: The two tensors; methods may differ.
+        start: Absolute position of the first token, counted from the beginning of the stream.
+        version: Format version.
+    """
+
+    keys: SealedTensor
+    values: SealedTensor
+    start: int = 0
+    version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        if self.keys.shape[:3] != self.values.shape[:3]:
+            raise ShapeError(f"keys {self.keys.shape} and values {self.values.shape} hold different tokens")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the unit."""
+        return self.keys.shape[2]
+
+    @property
+    def stop(self) -> int:
+        """Absolute position after the last token."""
+        return self.start + self.tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage."""
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def bf16_nbytes(self) -> int:
+        """Bytes of the BF16 keys and values it stands for."""
+        return self.keys.bf16_nbytes + self.values.bf16_nbytes
+
+
+def save(
+    path: str | os.PathLike[str],
+    layers: Mapping[int, Sequence[SealedChunk]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write sealed chunks to one safetensors file; a file that was there is replaced only once the new one is whole.
+
+    Args:
+        path: Where to.
+        layers: Chunks of every layer, in order.
+        metadata: Further text entries; ``format`` and ``chunks`` are reserved.
+
+    Raises:
+        FormatError: ``metadata`` uses a reserved key.
+    """
+    extra = dict(metadata or {})
+    if extra.keys() & {"format", "chunks"}:
+        raise FormatError("metadata keys 'format' and 'chunks' are reserved; choose others")
+    header: list[dict[str, Any]] = []
+    arrays: dict[str, np.ndarray] = {}
+    for layer, chunks in layers.items():
+        for number, chunk in enumerate(chunks):
+            entry: dict[str, Any] = {"layer": layer, "chunk": number, "start": chunk.start, "version": chunk.version}
+            for kind in KINDS:
+                tensor: SealedTensor = getattr(chunk, kind)
+                entry[kind] = {"method": tensor.method, "parameters": dict(tensor.parameters), "shape": tensor.shape}
+                prefix = f"layer.{layer}.chunk.{number}.{kind}."
+                arrays |= {prefix + name: array for name, array in tensor.arrays.items()}
+            header.append(entry)
+    write_arrays(path, arrays, extra | {"format": f"quantwm/{FORMAT_VERSION}", "chunks": json.dumps(header)})
+
+
+def load(path: str | os.PathLike[str]) -> tuple[dict[int, list[SealedChunk]], dict[str, str]]:
+    """Read what :func:`save` wrote.
+
+    Returns:
+        Chunks by layer, and the further metadata.
+
+    Raises:
+        FormatError: The file is truncated, no quantwm file, or of a newer format version.
+        OSError: The file cannot be read.
+    """
+    arrays, metadata = read_arrays(path)
+    stated = metadata.pop("format", "")
+    name, _, version = stated.partition("/")
+    if name != "quantwm" or not version.isdigit():
+        raise FormatError(f"{path}: not a quantwm file (format {stated!r}); 'compress' makes one from BF16 tensors")
+    if int(version) > FORMAT_VERSION:
+        raise FormatError(
+            f"{path}: format version {version}, this release reads up to {FORMAT_VERSION}; upgrade quantwm"
+        )
+    layers: dict[int, list[SealedChunk]] = {}
+    try:
+        for entry in json.loads(metadata.pop("chunks")):
+            tensors = {kind: _tensor(entry, kind, arrays) for kind in KINDS}
+            chunk = SealedChunk(**tensors, start=int(entry["start"]), version=int(entry["version"]))
+            layers.setdefault(int(entry["layer"]), []).append(chunk)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{path}: the chunk table is damaged ({error!r})") from error
+    if arrays:
+        raise FormatError(f"{path}: arrays that no chunk names: {sorted(arrays)[:3]}")
+    return layers, metadata
+
+
+def _tensor(entry: dict[str, Any], kind: Kind, arrays: dict[str, np.ndarray]) -> SealedTensor:
+    """Take one tensor's arrays out of ``arrays``."""
+    prefix = f"layer.{entry['layer']}.chunk.{entry['chunk']}.{kind}."
+    names = [name for name in arrays if name.startswith(prefix)]
+    batch, heads, tokens, channels = entry[kind]["shape"]
+    own = {name.removeprefix(prefix): arrays.pop(name) for name in names}
+    return SealedTensor(entry[kind]["method"], entry[kind]["parameters"], (batch, heads, tokens, channels), own)
+
+
+def write_arrays(
+    path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write named arrays, BF16 and E4M3 included, as safetensors; replaces ``path`` only when the file is whole.
+
+    Raises:
+        OSError: The folder cannot be written; an older file stays as it was.
+    """
+    target = Path(path)
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    try:
+        save_file(contiguous, partial, dict(metadata) if metadata else None)
+        partial.replace(target)
+    except SafetensorError as error:
+        raise OSError(f"{path}: cannot be written ({error})") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Read every array of a safetensors file, and its metadata.
+
+    Raises:
+        FormatError: The file is truncated or no safetensors file.
+        OSError: The file cannot be read.
+    """
+    blob = Path(path).read_bytes()
+    try:
+        entries = deserialize(blob)
+    except SafetensorError as error:
+        raise FormatError(f"{path}: truncated, or not a safetensors file ({error})") from error
+    header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
+    arrays = {}
+    for name, entry in entries:
+        if entry["dtype"] not in _DTYPES:
+            raise FormatError(f"{path}: array {name!r} has dtype {entry['dtype']}; known: {', '.join(_DTYPES)}")
+        arrays[name] = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return arrays, {str(key): str(value) for key, value in header.get("__metadata__", {}).items()}

@@ -1,0 +1,155 @@
+"""Centroids of a unit: k-means under a metric of the queries (paper: semantic-aware clustering, and QSAC's codebook).
+
+The metric is one of
+
+* ``None``: plain squared distance,
+* a diagonal ``w [*streams, D]``: ``d(k, c) = sum_j w_j (k_j - c_j)^2``,
+* a full matrix ``M [*streams, D, D]``: ``d(k, c) = (k - c)^T M (k - c)``.
+
+No random numbers: centroid ``i`` starts at token ``floor((i + 1/2) N / C)``. Ties go to the lowest index, an empty
+cluster keeps its last centroid, duplicates are legal. Centroids are stored BF16, and the stored values are what
+residuals are taken from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import scipy.sparse
+from jaxtyping import BFloat16, Float, Float32, Int
+
+from quantwm_core.domain import BF16, binary_exponent
+from quantwm_core.errors import ParameterError, ShapeError
+
+MAX_CENTROIDS = 256
+
+Metric = Float32[np.ndarray, "..."] | None
+
+
+def default_size(tokens: int) -> int:
+    """``min(256, largest power of two <= tokens / 16)``, at least 1.
+
+    >>> [default_size(n) for n in (1, 31, 256, 4680, 29640)]
+    [1, 1, 16, 256, 256]
+    """
+    if tokens < 1:
+        raise ShapeError(f"a unit of {tokens} tokens: need at least one")
+    return min(MAX_CENTROIDS, 1 << max(0, (tokens // 16).bit_length() - 1))
+
+
+def initial_tokens(tokens: int, centroids: int) -> Int[np.ndarray, " centroids"]:
+    """Token whose value each centroid starts from.
+
+    >>> initial_tokens(10, 4)
+    array([1, 3, 6, 8])
+    """
+    return (2 * np.arange(centroids) + 1) * tokens // (2 * centroids)
+
+
+def fit(
+    values: Float[np.ndarray, "*streams tokens channels"],
+    centroids: int,
+    metric: Metric = None,
+    iterations: int = 10,
+    initial: Float[np.ndarray, "*streams centroids channels"] | None = None,
+) -> BFloat16[np.ndarray, "*streams centroids channels"]:
+    """Lloyd's algorithm, all streams side by side, each for itself.
+
+    Args:
+        values: ``[*streams, tokens, channels]``; BF16 or FP32.
+        centroids: Codebook size, 1 to 256; at most ``tokens`` rows are made.
+        metric: See the module; the mean of a cluster minimises all three.
+        iterations: Rounds of assignment and update, at least 0.
+        initial: Warm start, ``[*streams, min(centroids, tokens), channels]``.
+
+    Returns:
+        BF16 ``[*streams, min(centroids, tokens), channels]``.
+
+    Raises:
+        ParameterError: ``centroids`` or ``iterations`` is out of range.
+        ShapeError: ``initial`` does not fit.
+
+    >>> fit(np.float32([[[0.0], [1.0], [10.0], [11.0]]]), 2).astype(np.float32).ravel()
+    array([ 0.5, 10.5], dtype=float32)
+    """
+    if not 1 <= centroids <= MAX_CENTROIDS or iterations < 0:
+        raise ParameterError(f"{centroids} centroids, {iterations} iterations: need 1 to {MAX_CENTROIDS} and 0 or more")
+    *streams, tokens, channels = values.shape
+    size = min(centroids, tokens)
+    exponent = binary_exponent(values)
+    points = np.ldexp(values.astype(np.float32), -exponent).reshape(-1, tokens, channels)
+    if initial is None:
+        table = points[:, initial_tokens(tokens, size)]
+    elif initial.shape == (*streams, size, channels):
+        table = np.ldexp(initial.astype(np.float32), -exponent).reshape(-1, size, channels)
+    else:
+        raise ShapeError(f"initial centroids: got shape {initial.shape}, need {(*streams, size, channels)}")
+    flat_metric = None if metric is None else metric.reshape(len(points), *metric.shape[len(streams) :])
+    for _ in range(iterations):
+        index = _scores(points, table, flat_metric).argmin(axis=-1)
+        table = _update(points, index, table)
+    return np.ldexp(table.reshape(*streams, size, channels), exponent).astype(BF16)
+
+
+def nearest(
+    values: Float[np.ndarray, "*streams tokens channels"],
+    centroids: Float[np.ndarray, "*streams centroids channels"],
+    metric: Metric = None,
+    count: int = 1,
+) -> Int[np.ndarray, "*streams tokens count"]:
+    """The ``count`` nearest centroids of every token, nearest first, ties to the lowest index.
+
+    Raises:
+        ParameterError: ``count`` is not between 1 and the codebook's size.
+
+    >>> nearest(np.float32([[[2.0]]]), np.float32([[[0.0], [3.0], [1.0]]]), count=3)
+    array([[[1, 2, 0]]])
+    """
+    if not 1 <= count <= centroids.shape[-2]:
+        raise ParameterError(f"{count} nearest of {centroids.shape[-2]} centroids: need 1 to {centroids.shape[-2]}")
+    exponent = binary_exponent(values)
+    points = np.ldexp(values.astype(np.float32), -exponent)
+    scores = _scores(points, np.ldexp(centroids.astype(np.float32), -exponent), metric)
+    if count == 1:
+        return scores.argmin(axis=-1)[..., None]
+    if count > 16:  # one sort beats many sweeps
+        return np.argsort(scores, axis=-1, kind="stable")[..., :count]
+    found = np.empty((*scores.shape[:-1], count), np.int64)
+    for rank in range(count):
+        best = scores.argmin(axis=-1)
+        found[..., rank] = best
+        np.put_along_axis(scores, best[..., None], np.inf, axis=-1)
+    return found
+
+
+def _scores(
+    points: Float32[np.ndarray, "*streams tokens channels"],
+    table: Float32[np.ndarray, "*streams centroids channels"],
+    metric: Metric,
+) -> Float32[np.ndarray, "*streams tokens centroids"]:
+    """Distance of every token to every centroid, less the token's own norm, which no argmin sees."""
+    if metric is None:
+        weighted = table
+    elif metric.ndim == table.ndim:
+        weighted = table @ metric
+    else:
+        weighted = table * metric[..., None, :]
+    norms = (table * weighted).sum(axis=-1)
+    scores = points @ np.swapaxes(np.float32(-2) * weighted, -1, -2)
+    scores += norms[..., None, :]
+    return scores
+
+
+def _update(
+    points: Float32[np.ndarray, "streams tokens channels"],
+    index: Int[np.ndarray, "streams tokens"],
+    table: Float32[np.ndarray, "streams centroids channels"],
+) -> Float32[np.ndarray, "streams centroids channels"]:
+    """Mean of every cluster; an empty one keeps its centroid."""
+    streams, size, channels = table.shape
+    rows = (index + size * np.arange(streams)[:, None]).ravel()
+    members = scipy.sparse.csr_array(
+        (np.ones(rows.size, np.float32), rows, np.arange(rows.size + 1)), shape=(rows.size, streams * size)
+    )
+    sums = (members.T @ points.reshape(-1, channels)).reshape(table.shape)
+    counts = np.bincount(rows, minlength=streams * size).reshape(streams, size, 1)
+    return np.where(counts > 0, sums / np.maximum(counts, 1).astype(np.float32), table)

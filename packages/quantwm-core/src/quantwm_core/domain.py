@@ -1,0 +1,78 @@
+"""The numbers that may enter: finite BF16 up to 2**60, and power-of-two normalisation inside.
+
+Every operation works in FP32 on values that were rounded to BF16 first. Squared distances of values near
+2**60 would overflow FP32, so distances are computed on data scaled by a power of two, which changes no bit
+of a mantissa and makes encoding equivariant to powers of two.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float
+from numpy.typing import ArrayLike
+
+from quantwm_core.errors import DomainError, DtypeError, ShapeError
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+MAX_MAGNITUDE = 2.0**60
+
+_ACCEPTED = (BF16, np.dtype(np.float16), np.dtype(np.float32))
+
+
+def to_bf16(values: ArrayLike, name: str = "tensor", rank: int | None = None) -> Float[np.ndarray, "..."]:
+    """Check ``values`` and round them to BF16 (nearest, ties to even).
+
+    Args:
+        values: BF16, FP16 or FP32 array of any strides.
+        name: What the array is, for messages: ``"layer 3, chunk 7, keys"``.
+        rank: Required number of dimensions, or None for any.
+
+    Returns:
+        BF16 array of the same shape; the input itself when it was BF16.
+
+    Raises:
+        DtypeError: Another number format came.
+        ShapeError: The rank differs, or a dimension is zero.
+        DomainError: A value is NaN, infinite or larger than 2**60 in magnitude.
+
+    >>> to_bf16(np.float32([1.0, 1.00390625])).astype(np.float32)
+    array([1., 1.], dtype=float32)
+    """
+    array = np.asarray(values)
+    if array.dtype not in _ACCEPTED:
+        raise DtypeError(f"{name}: got {array.dtype}, need bfloat16, float16 or float32; convert it first")
+    if rank is not None and array.ndim != rank:
+        raise ShapeError(f"{name}: got shape {array.shape}, need {rank} dimensions")
+    if array.size == 0:
+        raise ShapeError(f"{name}: got shape {array.shape}, which holds no element; pass at least one token")
+    check_domain(array, name)
+    return array.astype(BF16, copy=False)
+
+
+def check_domain(array: Float[np.ndarray, "..."], name: str) -> None:
+    """Raise :class:`DomainError` unless every value is finite and at most 2**60 in magnitude."""
+    low, high = float(array.min()), float(array.max())  # NaN propagates through both
+    if np.isfinite(low) and np.isfinite(high) and max(-low, high) <= MAX_MAGNITUDE:
+        return
+    wide = array.astype(np.float32)
+    bad = ~(np.abs(wide) <= MAX_MAGNITUDE)
+    first = tuple(int(i) for i in np.argwhere(bad)[0])
+    raise DomainError(
+        f"{name}: {int(bad.sum())} of {array.size} values are NaN, infinite or beyond 2**60, "
+        f"first {wide[first]} at index {first}; repair the input before sealing"
+    )
+
+
+def binary_exponent(values: Float[np.ndarray, "*streams rows channels"]) -> np.ndarray:
+    """Per stream the integer ``e`` with ``max |values| <= 2**e``; zero where all values are zero.
+
+    Returns:
+        int32 ``[*streams, 1, 1]``, ready for :func:`numpy.ldexp`.
+
+    >>> binary_exponent(np.float32([[[3.0, -5.0]]])).item()
+    3
+    """
+    largest = np.abs(values).max(axis=(-2, -1), keepdims=True).astype(np.float32)
+    return np.frexp(largest)[1].astype(np.int32)

@@ -1,0 +1,204 @@
+"""What a cache method is, and how two of them form a scheme for keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import BFloat16, Float
+
+from quantwm_core import domain, methods
+from quantwm_core.chunk import Kind, Parameter, SealedChunk, SealedTensor
+from quantwm_core.errors import ParameterError, ShapeError, lookup
+from quantwm_core.statistics import QueryMoment
+
+PRESETS: dict[str, dict[str, Parameter]] = {
+    "paper": {
+        "centroids": 256, "group_size": 64, "candidates": 4, "rank": 8, "iterations": 10, "chunks_per_seal": 2,
+    },
+}  # fmt: skip
+"""Named settings of :func:`scheme`; ``paper`` is what the QuantWM paper measures with."""
+
+
+@runtime_checkable
+class Method(Protocol):
+    """One way to store a tensor of a unit. Implementations are frozen dataclasses; their fields are the parameters."""
+
+    @property
+    def name(self) -> str:
+        """Public name, the name of the file that implements it."""
+
+    @property
+    def recent_tokens(self) -> int:
+        """Newest completed tokens that stay BF16 in the cache."""
+
+    def array_names(self, kind: Kind) -> tuple[str, ...]:
+        """Every array that :meth:`seal` may write for ``kind``, in a fixed order."""
+
+    def seal(
+        self,
+        kind: Kind,
+        values: BFloat16[np.ndarray, "batch heads tokens channels"],
+        moment: QueryMoment | None = None,
+        previous: SealedTensor | None = None,
+    ) -> SealedTensor:
+        """Encode a unit's keys or values.
+
+        Args:
+            kind: ``"keys"`` or ``"values"``.
+            values: BF16, finite.
+            moment: Queries seen before the unit began, or None.
+            previous: The same tensor of the unit before, for warm starts.
+        """
+
+    def decode(
+        self, sealed: SealedTensor, start: int = 0, stop: int | None = None
+    ) -> BFloat16[np.ndarray, "batch heads tokens channels"]:
+        """Reconstruct tokens ``start`` to ``stop`` of the unit."""
+
+    def nbytes(self, kind: Kind, shape: tuple[int, int, int, int], first: bool) -> int:
+        """Bytes by formula; ``first``: no query statistics yet. Parts that may be stored sparse count as dense."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a cache is stored: a method for keys, one for values, and when units are sealed.
+
+    Attributes:
+        keys, values: Methods.
+        chunks_per_seal: Chunks that form a sealed unit.
+        decay: Forgetting of query statistics at each seal; None counts all queries equally.
+    """
+
+    keys: Method
+    values: Method
+    chunks_per_seal: int = 1
+    decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunks_per_seal < 1:
+            raise ParameterError(f"chunks_per_seal {self.chunks_per_seal}: need at least 1")
+        if self.decay is not None and not 0 <= self.decay < 1:
+            raise ParameterError(f"decay {self.decay}: need None or a number in [0, 1)")
+
+    @property
+    def recent_tokens(self) -> int:
+        """Newest completed tokens that stay BF16."""
+        return max(self.keys.recent_tokens, self.values.recent_tokens)
+
+    @property
+    def name(self) -> str:
+        """``method``, or ``keys+values`` where they differ."""
+        names = dict.fromkeys((self.keys.name, self.values.name))
+        return "+".join(names)
+
+    def seal(
+        self,
+        keys: Float[np.ndarray, "batch heads tokens channels"],
+        values: Float[np.ndarray, "batch heads tokens channels"],
+        moment: QueryMoment | None = None,
+        previous: SealedChunk | None = None,
+        start: int = 0,
+        label: str = "",
+    ) -> SealedChunk:
+        """Encode one unit.
+
+        Args:
+            keys, values: BF16, FP16 or FP32 ``[B, H, N, D]``; rounded to BF16 first.
+            moment: Queries seen before the unit began.
+            previous: The unit before, for warm starts.
+            start: Absolute position of its first token.
+            label: Where it belongs, for messages: ``"layer 3, chunk 7"``.
+
+        Raises:
+            DtypeError, ShapeError, DomainError: The input cannot be sealed; the message names ``label`` and tensor.
+
+        >>> ones = np.ones((1, 2, 32, 64), np.float32)
+        >>> chunk = scheme("quantwm").seal(ones, ones)
+        >>> chunk.bf16_nbytes, chunk.nbytes
+        (16384, 3376)
+        """
+        prefix = f"{label}, " if label else ""
+        exact = [domain.to_bf16(tensor, prefix + kind, rank=4) for kind, tensor in (("keys", keys), ("values", values))]
+        if exact[0].shape[:3] != exact[1].shape[:3]:
+            raise ShapeError(f"{prefix}keys {exact[0].shape} and values {exact[1].shape}: need the same B, H and N")
+        if moment is not None and moment.mean.shape[:3:2] != exact[0].shape[:4:3]:
+            raise ShapeError(f"{prefix}query moment {moment.mean.shape} does not fit keys {exact[0].shape}")
+        before = (None, None) if previous is None else (previous.keys, previous.values)
+        sealed_keys = self.keys.seal("keys", exact[0], moment, before[0])
+        return SealedChunk(sealed_keys, self.values.seal("values", exact[1], moment, before[1]), start)
+
+    def decode(
+        self, chunk: SealedChunk, start: int = 0, stop: int | None = None
+    ) -> tuple[BFloat16[np.ndarray, "..."], BFloat16[np.ndarray, "..."]]:
+        """Reconstruct tokens ``start`` to ``stop`` of a unit, BF16 ``[B, H, n, D]`` keys and values.
+
+        Raises:
+            RangeError: The range does not lie inside the unit.
+        """
+        return decode(chunk, start, stop)
+
+
+def decode(
+    chunk: SealedChunk, start: int = 0, stop: int | None = None
+) -> tuple[BFloat16[np.ndarray, "..."], BFloat16[np.ndarray, "..."]]:
+    """Reconstruct part of a sealed chunk; a chunk knows its methods."""
+    return decode_tensor(chunk.keys, start, stop), decode_tensor(chunk.values, start, stop)
+
+
+def decode_tensor(sealed: SealedTensor, start: int = 0, stop: int | None = None) -> BFloat16[np.ndarray, "..."]:
+    """Reconstruct tokens ``start`` to ``stop`` of keys or values, BF16 ``[B, H, n, D]``.
+
+    Raises:
+        RangeError: The range does not lie inside the unit.
+        UnknownNameError: The method that wrote it is not installed.
+    """
+    first, last = sealed.token_range(start, stop)
+    return methods.get(sealed.method, **sealed.parameters).decode(sealed, first, last)
+
+
+def scheme(
+    method: str = "quantwm",
+    *,
+    keys: str | None = None,
+    values: str | None = None,
+    preset: str | None = None,
+    chunks_per_seal: int | None = None,
+    decay: float | None = None,
+    **parameters: Parameter,
+) -> Scheme:
+    """Choose how a cache is stored.
+
+    Args:
+        method: Method of both tensors: ``"quantwm"``, ``"qvg"``, ``"kivi"``, ``"rtn"``, ``"bf16"``, or a registered one.
+        keys, values: Another method for one tensor; ``scheme("quantwm", values="bf16")`` is the paper's K2V16.
+        preset: Named settings, see :data:`PRESETS`; what is given explicitly wins.
+        chunks_per_seal: Chunks per sealed unit; 1 unless the preset says otherwise.
+        decay: See :class:`Scheme`.
+        parameters: Settings of the methods, such as ``rank=16``; each goes to the methods that know it.
+
+    Raises:
+        UnknownNameError: No such method or preset.
+        ParameterError: No chosen method knows a parameter, or a value is out of range.
+
+    >>> scheme("quantwm", values="bf16", rank=16).name
+    'quantwm+bf16'
+    >>> scheme("quantwm", preset="paper").chunks_per_seal
+    2
+    """
+    names = (keys or method, values or method)
+    known = [methods.parameter_names(name) for name in names]
+    for parameter in parameters:
+        if not any(parameter in own for own in known):
+            choices = ", ".join(sorted(set().union(*known))) or "none"
+            raise ParameterError(f"{'+'.join(dict.fromkeys(names))} has no parameter {parameter!r}; known: {choices}")
+    settings: dict[str, Any] = dict(PRESETS[lookup("preset", preset, PRESETS)]) if preset is not None else {}
+    preset_per_seal = settings.pop("chunks_per_seal", 1)
+    per_seal = preset_per_seal if chunks_per_seal is None else chunks_per_seal
+    settings |= parameters
+    pair = [
+        methods.get(name, **{key: value for key, value in settings.items() if key in own})
+        for name, own in zip(names, known, strict=True)
+    ]
+    return Scheme(pair[0], pair[1], int(per_seal), decay)
