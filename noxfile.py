@@ -56,7 +56,7 @@ def install(session: nox.Session, *requirements: str, through: str | None = None
     """
     session.env.update(PINNED)
     if through not in (None, "core") and sys.platform == "linux" and "PIP_EXTRA_INDEX_URL" not in os.environ:
-        session.log("torch comes from the index as it is; if that means CUDA where a CPU build would do, see README.md")
+        session.log("torch comes as the index serves it; for a CPU build instead of CUDA see CONTRIBUTING.md")
     editable = [] if through is None else [f"--editable={folder(package)}" for package in up_to(through)]
     if extra:
         editable[-1] += f"[{extra}]"
