@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from quantwm_core import archive, chunk, method, methods
-from quantwm_core.errors import QuantWMError
+from quantwm_core.errors import ParameterError, QuantWMError
 
 SUFFIX = ".qwm.safetensors"
 
@@ -53,18 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _compress(options: argparse.Namespace) -> None:
     arrays, _ = chunk.read_arrays(options.file)
-    scheme = method.scheme(
-        options.method,
-        keys=options.keys,
-        values=options.values,
-        preset=options.preset,
-        chunks_per_seal=options.chunks_per_seal,
-        **dict(_setting(text) for text in options.set),
-    )
+    scheme = _scheme(options)
     layers = {}
     for number, dump in archive.collect(arrays).items():
         layers[number] = archive.compress(dump, scheme, options.chunk, number)
-    out = options.out or options.file.with_suffix("").with_suffix(SUFFIX)
+    out = options.out or options.file.with_name(options.file.name.removesuffix(".safetensors") + SUFFIX)
     chunk.save(out, layers)
     print(f"{out}: {_summary(layers)}")
 
@@ -101,12 +94,24 @@ def _summary(layers: dict[int, list[chunk.SealedChunk]]) -> str:
     """Totals over a file."""
     every = [sealed for chunks in layers.values() for sealed in chunks]
     stored, plain = sum(sealed.nbytes for sealed in every), sum(sealed.bf16_nbytes for sealed in every)
-    return f"{len(every)} chunks, {stored} bytes for {plain} bytes of BF16, ratio {plain / stored:.3f}"
+    ratio = f", ratio {plain / stored:.3f}" if stored else ""
+    return f"{len(every)} chunks, {stored} bytes for {plain} bytes of BF16{ratio}"
+
+
+def _scheme(options: argparse.Namespace) -> method.Scheme:
+    """What the options of ``compress`` choose."""
+    settings = dict(_setting(text) for text in options.set)
+    own = ("method", "keys", "values", "preset", "chunks_per_seal")
+    if taken := [name for name in own if name in settings]:
+        raise ParameterError(f"--set {taken[0]}: use --{taken[0].replace('_', '-')} instead")
+    return method.scheme(**{name: getattr(options, name) for name in own}, **settings)
 
 
 def _setting(text: str) -> tuple[str, Any]:
     """``rank=16`` as a name and a value; what is no JSON value is text."""
-    name, _, value = text.partition("=")
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise ParameterError(f"--set {text}: need NAME=VALUE, such as rank=16")
     try:
         parsed = json.loads(value)
     except json.JSONDecodeError:

@@ -82,7 +82,7 @@ def compress(dump: Dump, scheme: Scheme, chunk_tokens: int, layer: int = 0) -> l
     """
     if chunk_tokens < 1:
         raise ParameterError(f"chunk of {chunk_tokens} tokens: need at least 1")
-    _check(dump, layer)
+    _check(dump, chunk_tokens, layer)
     statistics = QueryStatistics()
     chunks: list[SealedChunk] = []
     stream = Stream(scheme.chunks_per_seal, scheme.recent_tokens)
@@ -110,13 +110,17 @@ def restore(chunks: list[SealedChunk]) -> Dump:
     """Keys and values of a layer's chunks, BF16 ``[B, H, N, D]``.
 
     Raises:
-        FormatError: The chunks do not follow one another.
+        FormatError: There is no chunk, the chunks do not follow one another, or one of them is damaged.
     """
+    if not chunks:
+        raise FormatError("no chunks to restore")
     end = 0
     for chunk in chunks:
         if chunk.start != end:
             raise FormatError(f"a chunk starts at token {chunk.start}, the one before ended at {end}")
         end = chunk.stop
+        if chunk.keys.shape[:2] != chunks[0].keys.shape[:2]:
+            raise FormatError(f"chunks of {chunk.keys.shape[:2]} and {chunks[0].keys.shape[:2]} streams")
     keys, values = zip(*(method.decode(chunk) for chunk in chunks), strict=True)
     return Dump(np.concatenate(keys, axis=2), np.concatenate(values, axis=2))
 
@@ -137,13 +141,17 @@ def rows(layers: Mapping[int, list[SealedChunk]]) -> Iterator[dict[str, int | st
             }
 
 
-def _check(dump: Dump, layer: int) -> None:
+def _check(dump: Dump, chunk_tokens: int, layer: int) -> None:
     """Refuse what could not be sealed before any work is done."""
-    for name in ("keys", "values"):
-        domain.to_bf16(getattr(dump, name), f"layer {layer}, {name}", rank=4)
+    given = {"keys": dump.keys, "values": dump.values} | ({} if dump.queries is None else {"queries": dump.queries})
+    for name, array in given.items():
+        domain.to_bf16(array[:, :, :1] if array.ndim == 4 else array, f"layer {layer}, {name}", rank=4)
     if dump.keys.shape[:3] != dump.values.shape[:3]:
         raise ShapeError(f"layer {layer}: keys {dump.keys.shape} and values {dump.values.shape} hold different tokens")
     if dump.queries is not None:
-        queries = domain.to_bf16(dump.queries, f"layer {layer}, queries", rank=4)
-        if queries.shape[::3] != dump.keys.shape[::3] or queries.shape[2] != dump.keys.shape[2]:
-            raise ShapeError(f"layer {layer}: queries {queries.shape} do not fit keys {dump.keys.shape}")
+        queries = dump.queries.shape
+        if queries[::3] != dump.keys.shape[::3] or queries[2] != dump.keys.shape[2] or queries[1] % dump.keys.shape[1]:
+            raise ShapeError(f"layer {layer}: queries {queries} do not fit keys {dump.keys.shape}")
+    for number, begin in enumerate(range(0, dump.keys.shape[2], chunk_tokens)):
+        for name, array in given.items():
+            domain.check_domain(array[:, :, begin : begin + chunk_tokens], f"layer {layer}, chunk {number}, {name}")

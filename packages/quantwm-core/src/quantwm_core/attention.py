@@ -47,17 +47,22 @@ def softmax(scores: Float32[np.ndarray, "... tokens"]) -> Float32[np.ndarray, ".
 def attend(
     queries: Float[np.ndarray, "batch query_heads queries channels"],
     keys: Float[np.ndarray, "batch heads tokens channels"],
-    values: Float[np.ndarray, "batch heads tokens channels"],
-) -> Float32[np.ndarray, "batch query_heads queries channels"]:
+    values: Float[np.ndarray, "batch heads tokens value_channels"],
+) -> Float32[np.ndarray, "batch query_heads queries value_channels"]:
     """Dense, unmasked softmax attention, FP32.
+
+    Raises:
+        ShapeError: Batches, channels, tokens or head counts do not fit.
 
     >>> one = np.ones((1, 1, 2, 4), np.float32)
     >>> attend(one, one, one).shape
     (1, 1, 2, 4)
     """
     weights = softmax(logits(queries, keys))
+    if values.shape[:-1] != keys.shape[:-1]:
+        raise ShapeError(f"keys {keys.shape} and values {values.shape}: need the same B, H and N")
     grouped = weights.reshape(*keys.shape[:2], -1, keys.shape[2]) @ values.astype(np.float32)
-    return grouped.reshape(queries.shape)
+    return grouped.reshape(*queries.shape[:-1], values.shape[-1])
 
 
 def logit_error(

@@ -8,6 +8,7 @@ A file is one safetensors file, so any safetensors library reads it. Arrays are 
 from __future__ import annotations
 
 import json
+import operator
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,9 @@ from typing import Any, Literal
 
 import numpy as np
 from safetensors import SafetensorError, deserialize
-from safetensors.numpy import save_file
 
 from quantwm_core.domain import BF16, E4M3
-from quantwm_core.errors import FormatError, RangeError, ShapeError
+from quantwm_core.errors import DtypeError, FormatError, RangeError, ShapeError
 
 FORMAT_VERSION = 1
 Kind = Literal["keys", "values"]
@@ -31,6 +31,7 @@ _DTYPES = {
     "BF16": BF16, "F8_E4M3": E4M3, "U8": np.dtype("uint8"), "I8": np.dtype("int8"), "I32": np.dtype("int32"),
     "I64": np.dtype("int64"), "F32": np.dtype("float32"), "F16": np.dtype("float16"),
 }  # fmt: skip
+_HEADER_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,8 @@ def save(
 ) -> None:
     """Write sealed chunks to one safetensors file; a file that was there is replaced only once the new one is whole.
 
+    The same chunks give the same bytes.
+
     Args:
         path: Where to.
         layers: Chunks of every layer, in order.
@@ -159,7 +162,7 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[int, list[SealedChunk]], di
     arrays, metadata = read_arrays(path)
     stated = metadata.pop("format", "")
     name, _, version = stated.partition("/")
-    if name != "quantwm" or not version.isdigit():
+    if name != "quantwm" or not version.isdecimal():
         raise FormatError(f"{path}: not a quantwm file (format {stated!r}); 'compress' makes one from BF16 tensors")
     if int(version) > FORMAT_VERSION:
         raise FormatError(
@@ -169,9 +172,11 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[int, list[SealedChunk]], di
     try:
         for entry in json.loads(metadata.pop("chunks")):
             tensors = {kind: _tensor(entry, kind, arrays) for kind in KINDS}
-            chunk = SealedChunk(**tensors, start=int(entry["start"]), version=int(entry["version"]))
-            layers.setdefault(int(entry["layer"]), []).append(chunk)
-    except (KeyError, TypeError, ValueError) as error:
+            numbers = (operator.index(entry[name]) for name in ("layer", "start", "version"))
+            layer, start, chunk_version = numbers
+            chunk = SealedChunk(**tensors, start=start, version=chunk_version)
+            layers.setdefault(layer, []).append(chunk)
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: the chunk table is damaged ({error!r})") from error
     if arrays:
         raise FormatError(f"{path}: arrays that no chunk names: {sorted(arrays)[:3]}")
@@ -182,9 +187,14 @@ def _tensor(entry: dict[str, Any], kind: Kind, arrays: dict[str, np.ndarray]) ->
     """Take one tensor's arrays out of ``arrays``."""
     prefix = f"layer.{entry['layer']}.chunk.{entry['chunk']}.{kind}."
     names = [name for name in arrays if name.startswith(prefix)]
-    batch, heads, tokens, channels = entry[kind]["shape"]
+    method, parameters = entry[kind]["method"], entry[kind]["parameters"]
+    batch, heads, tokens, channels = (operator.index(size) for size in entry[kind]["shape"])
+    if not isinstance(method, str) or not isinstance(parameters, dict) or min(batch, heads, tokens, channels) < 1:
+        raise ValueError(f"{prefix}* is described as {entry[kind]}")
+    if not names:
+        raise KeyError(f"{prefix}*")
     own = {name.removeprefix(prefix): arrays.pop(name) for name in names}
-    return SealedTensor(entry[kind]["method"], entry[kind]["parameters"], (batch, heads, tokens, channels), own)
+    return SealedTensor(method, parameters, (batch, heads, tokens, channels), own)
 
 
 def write_arrays(
@@ -192,19 +202,38 @@ def write_arrays(
 ) -> None:
     """Write named arrays, BF16 and E4M3 included, as safetensors; replaces ``path`` only when the file is whole.
 
+    Arrays and metadata stand in a fixed order (the safetensors library writes metadata in a random one).
+
     Raises:
+        DtypeError: An array holds a number format that the files do not know.
         OSError: The folder cannot be written; an older file stays as it was.
     """
     target = Path(path)
-    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    ordered = dict(sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0])))  # keeps every array aligned
+    header = _header(ordered, metadata)
+    partial = target.parent / f".{target.name}.{uuid.uuid4().hex}.partial"
     try:
-        save_file(contiguous, partial, dict(metadata) if metadata else None)
+        with partial.open("xb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for array in ordered.values():
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         partial.replace(target)
-    except SafetensorError as error:
-        raise OSError(f"{path}: cannot be written ({error})") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None) -> bytes:
+    """JSON that stands before the arrays, filled up with blanks."""
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for name, array in arrays.items():
+        known = [text for text, dtype in _DTYPES.items() if dtype == array.dtype]
+        if not known:
+            raise DtypeError(f"array {name!r}: got {array.dtype}, files hold {', '.join(_DTYPES)}")
+        begin, end = end, end + array.nbytes
+        entries[name] = {"dtype": known[0], "shape": array.shape, "data_offsets": (begin, end)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % _HEADER_ALIGNMENT)
 
 
 def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -221,8 +250,8 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], di
         raise FormatError(f"{path}: truncated, or not a safetensors file ({error})") from error
     header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
     arrays = {}
-    for name, entry in entries:
+    for name, entry in sorted(entries):
         if entry["dtype"] not in _DTYPES:
             raise FormatError(f"{path}: array {name!r} has dtype {entry['dtype']}; known: {', '.join(_DTYPES)}")
         arrays[name] = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return arrays, {str(key): str(value) for key, value in header.get("__metadata__", {}).items()}
+    return arrays, {str(key): str(value) for key, value in (header.get("__metadata__") or {}).items()}

@@ -9,6 +9,11 @@ The metric is one of
 No random numbers: centroid ``i`` starts at token ``floor((i + 1/2) N / C)``. Ties go to the lowest index, an empty
 cluster keeps its last centroid, duplicates are legal. Centroids are stored BF16, and the stored values are what
 residuals are taken from.
+
+Distances are expanded, ``d = k^T M k - 2 k^T M c + c^T M c``, and the first term, which no argmin sees, is left out. That
+is exact enough only where keys are no larger than they are far apart, so both sides are brought into a frame first:
+scaled by a power of two, so that squares stay finite, and moved by the mean centroid, rounded to BF16 so that the
+subtraction is exact. Neither changes a distance.
 """
 
 from __future__ import annotations
@@ -34,6 +39,15 @@ def default_size(tokens: int) -> int:
     if tokens < 1:
         raise ShapeError(f"a unit of {tokens} tokens: need at least one")
     return min(MAX_CENTROIDS, 1 << max(0, (tokens // 16).bit_length() - 1))
+
+
+def check_size(centroids: int | None) -> None:
+    """Raise :class:`ParameterError` unless a codebook of ``centroids`` rows can be made; None means the default.
+
+    >>> check_size(256)
+    """
+    if centroids is not None and not 1 <= centroids <= MAX_CENTROIDS:
+        raise ParameterError(f"{centroids} centroids: need 1 to {MAX_CENTROIDS}, an index takes one byte")
 
 
 def initial_tokens(tokens: int, centroids: int) -> Int[np.ndarray, " centroids"]:
@@ -71,21 +85,23 @@ def fit(
     >>> fit(np.float32([[[0.0], [1.0], [10.0], [11.0]]]), 2).astype(np.float32).ravel()
     array([ 0.5, 10.5], dtype=float32)
     """
-    if not 1 <= centroids <= MAX_CENTROIDS or iterations < 0:
-        raise ParameterError(f"{centroids} centroids, {iterations} iterations: need 1 to {MAX_CENTROIDS} and 0 or more")
+    check_size(centroids)
+    if iterations < 0:
+        raise ParameterError(f"{iterations} iterations: need 0 or more")
     *streams, tokens, channels = values.shape
     size = min(centroids, tokens)
-    exponent = binary_exponent(values)
-    points = np.ldexp(values.astype(np.float32), -exponent).reshape(-1, tokens, channels)
     if initial is None:
-        table = points[:, initial_tokens(tokens, size)]
-    elif initial.shape == (*streams, size, channels):
-        table = np.ldexp(initial.astype(np.float32), -exponent).reshape(-1, size, channels)
-    else:
+        initial = values[..., initial_tokens(tokens, size), :]
+    if initial.shape != (*streams, size, channels):
         raise ShapeError(f"initial centroids: got shape {initial.shape}, need {(*streams, size, channels)}")
+    exponent = binary_exponent(values, initial)
+    points = np.ldexp(values.astype(np.float32), -exponent).reshape(-1, tokens, channels)
+    table = np.ldexp(initial.astype(np.float32), -exponent).reshape(-1, size, channels)
+    offset = _offset(table)
+    centred = points - offset
     flat_metric = None if metric is None else metric.reshape(len(points), *metric.shape[len(streams) :])
     for _ in range(iterations):
-        index = _scores(points, table, flat_metric).argmin(axis=-1)
+        index = _scores(centred, table - offset, flat_metric).argmin(axis=-1)
         table = _update(points, index, table)
     return np.ldexp(table.reshape(*streams, size, channels), exponent).astype(BF16)
 
@@ -106,9 +122,10 @@ def nearest(
     """
     if not 1 <= count <= centroids.shape[-2]:
         raise ParameterError(f"{count} nearest of {centroids.shape[-2]} centroids: need 1 to {centroids.shape[-2]}")
-    exponent = binary_exponent(values)
-    points = np.ldexp(values.astype(np.float32), -exponent)
-    scores = _scores(points, np.ldexp(centroids.astype(np.float32), -exponent), metric)
+    exponent = binary_exponent(values, centroids)
+    table = np.ldexp(centroids.astype(np.float32), -exponent)
+    offset = _offset(table)
+    scores = _scores(np.ldexp(values.astype(np.float32), -exponent) - offset, table - offset, metric)
     if count == 1:
         return scores.argmin(axis=-1)[..., None]
     if count > 16:  # one sort beats many sweeps
@@ -119,6 +136,11 @@ def nearest(
         found[..., rank] = best
         np.put_along_axis(scores, best[..., None], np.inf, axis=-1)
     return found
+
+
+def _offset(table: Float32[np.ndarray, "*streams centroids channels"]) -> Float32[np.ndarray, "*streams 1 channels"]:
+    """Mean centroid, rounded to BF16."""
+    return table.mean(axis=-2, keepdims=True).astype(BF16).astype(np.float32)
 
 
 def _scores(

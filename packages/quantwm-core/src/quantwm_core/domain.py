@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 from numpy.typing import ArrayLike
 
 from quantwm_core.errors import DomainError, DtypeError, ShapeError
@@ -53,7 +53,8 @@ def to_bf16(values: ArrayLike, name: str = "tensor", rank: int | None = None) ->
 
 def check_domain(array: Float[np.ndarray, "..."], name: str) -> None:
     """Raise :class:`DomainError` unless every value is finite and at most 2**60 in magnitude."""
-    low, high = float(array.min()), float(array.max())  # NaN propagates through both
+    with np.errstate(invalid="ignore"):
+        low, high = float(array.min()), float(array.max())  # NaN propagates through both
     if np.isfinite(low) and np.isfinite(high) and max(-low, high) <= MAX_MAGNITUDE:
         return
     wide = array.astype(np.float32)
@@ -65,14 +66,17 @@ def check_domain(array: Float[np.ndarray, "..."], name: str) -> None:
     )
 
 
-def binary_exponent(values: Float[np.ndarray, "*streams rows channels"]) -> np.ndarray:
-    """Per stream the integer ``e`` with ``max |values| <= 2**e``; zero where all values are zero.
+def binary_exponent(*arrays: Float[np.ndarray, "*streams _rows channels"]) -> Int32[np.ndarray, "*streams 1 1"]:
+    """Per stream the integer ``e`` with ``max |values| <= 2**e`` over all arrays; zero where all values are zero.
 
     Returns:
         int32 ``[*streams, 1, 1]``, ready for :func:`numpy.ldexp`.
 
-    >>> binary_exponent(np.float32([[[3.0, -5.0]]])).item()
-    3
+    >>> (
+    ...     binary_exponent(np.float32([[[3.0, -5.0]]])).item(),
+    ...     binary_exponent(np.ones((1, 2)), np.full((3, 2), 9.0)).item(),
+    ... )
+    (3, 4)
     """
-    largest = np.abs(values).max(axis=(-2, -1), keepdims=True).astype(np.float32)
-    return np.frexp(largest)[1].astype(np.int32)
+    largest = [np.abs(array).max(axis=(-2, -1), keepdims=True).astype(np.float32) for array in arrays]
+    return np.frexp(np.maximum.reduce(largest))[1].astype(np.int32)

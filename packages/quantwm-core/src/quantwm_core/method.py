@@ -8,9 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import BFloat16, Float
 
-from quantwm_core import domain, methods
+from quantwm_core import domain, methods, statistics
 from quantwm_core.chunk import Kind, Parameter, SealedChunk, SealedTensor
-from quantwm_core.errors import ParameterError, ShapeError, lookup
+from quantwm_core.errors import FormatError, ParameterError, ShapeError, lookup
 from quantwm_core.statistics import QueryMoment
 
 PRESETS: dict[str, dict[str, Parameter]] = {
@@ -32,6 +32,9 @@ class Method(Protocol):
     @property
     def recent_tokens(self) -> int:
         """Newest completed tokens that stay BF16 in the cache."""
+
+    def uses_queries(self, kind: Kind) -> bool:
+        """Whether :meth:`seal` makes anything of ``moment``; a cache gathers no statistics that nobody uses."""
 
     def array_names(self, kind: Kind) -> tuple[str, ...]:
         """Every array that :meth:`seal` may write for ``kind``, in a fixed order."""
@@ -79,13 +82,17 @@ class Scheme:
     def __post_init__(self) -> None:
         if self.chunks_per_seal < 1:
             raise ParameterError(f"chunks_per_seal {self.chunks_per_seal}: need at least 1")
-        if self.decay is not None and not 0 <= self.decay < 1:
-            raise ParameterError(f"decay {self.decay}: need None or a number in [0, 1)")
+        statistics.check_decay(self.decay)
 
     @property
     def recent_tokens(self) -> int:
         """Newest completed tokens that stay BF16."""
         return max(self.keys.recent_tokens, self.values.recent_tokens)
+
+    @property
+    def uses_queries(self) -> bool:
+        """Whether either method makes anything of query statistics."""
+        return self.keys.uses_queries("keys") or self.values.uses_queries("values")
 
     @property
     def name(self) -> str:
@@ -96,7 +103,7 @@ class Scheme:
     def seal(
         self,
         keys: Float[np.ndarray, "batch heads tokens channels"],
-        values: Float[np.ndarray, "batch heads tokens channels"],
+        values: Float[np.ndarray, "batch heads tokens value_channels"],
         moment: QueryMoment | None = None,
         previous: SealedChunk | None = None,
         start: int = 0,
@@ -105,7 +112,7 @@ class Scheme:
         """Encode one unit.
 
         Args:
-            keys, values: BF16, FP16 or FP32 ``[B, H, N, D]``; rounded to BF16 first.
+            keys, values: BF16, FP16 or FP32 ``[B, H, N, D]``; rounded to BF16 first. Values may have another ``D``.
             moment: Queries seen before the unit began.
             previous: The unit before, for warm starts.
             start: Absolute position of its first token.
@@ -123,7 +130,8 @@ class Scheme:
         exact = [domain.to_bf16(tensor, prefix + kind, rank=4) for kind, tensor in (("keys", keys), ("values", values))]
         if exact[0].shape[:3] != exact[1].shape[:3]:
             raise ShapeError(f"{prefix}keys {exact[0].shape} and values {exact[1].shape}: need the same B, H and N")
-        if moment is not None and moment.mean.shape[:3:2] != exact[0].shape[:4:3]:
+        batch, heads, _, channels = exact[0].shape
+        if moment is not None and moment.mean.shape != (batch, heads, channels, channels):
             raise ShapeError(f"{prefix}query moment {moment.mean.shape} does not fit keys {exact[0].shape}")
         before = (None, None) if previous is None else (previous.keys, previous.values)
         sealed_keys = self.keys.seal("keys", exact[0], moment, before[0])
@@ -153,9 +161,20 @@ def decode_tensor(sealed: SealedTensor, start: int = 0, stop: int | None = None)
     Raises:
         RangeError: The range does not lie inside the unit.
         UnknownNameError: The method that wrote it is not installed.
+        FormatError: An array is missing, or the arrays do not fit together.
     """
     first, last = sealed.token_range(start, stop)
-    return methods.get(sealed.method, **sealed.parameters).decode(sealed, first, last)
+    batch, heads, _, channels = sealed.shape
+    method = methods.get(sealed.method, **sealed.parameters)
+    try:
+        decoded = method.decode(sealed, first, last)
+    except KeyError as error:
+        raise FormatError(f"a unit sealed with {sealed.method} lacks its array {error}; the file is damaged") from error
+    except (IndexError, TypeError, ValueError) as error:
+        raise FormatError(f"the arrays of a unit sealed with {sealed.method} do not fit together ({error})") from error
+    if decoded.shape != (batch, heads, last - first, channels):
+        raise FormatError(f"a unit sealed with {sealed.method} decodes to {decoded.shape} and claims {sealed.shape}")
+    return decoded
 
 
 def scheme(

@@ -77,4 +77,4 @@ def unpack(packed: UInt8[np.ndarray, "*lead packed"], codes: int) -> UInt8[np.nd
     if packed.ndim == 0 or packed.shape[-1] != packed_size(codes):
         raise ShapeError(f"packed codes: got shape {packed.shape}, need {packed_size(codes)} bytes for {codes} codes")
     wide = packed[..., None] >> _SHIFTS & 3
-    return wide.reshape(*packed.shape[:-1], -1)[..., :codes]
+    return wide.reshape(*packed.shape[:-1], packed.shape[-1] * CODES_PER_BYTE)[..., :codes]

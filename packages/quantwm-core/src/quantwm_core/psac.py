@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import BFloat16, Bool, Float32, Int8, Int32, UInt8
 
 from quantwm_core.domain import BF16
+from quantwm_core.errors import ShapeError
 
 COEFFICIENT_MAX = 127
 TOKENS_PER_COUNT = 64
@@ -165,6 +166,8 @@ def _choose_layout(steps: Int8[np.ndarray, "*streams tokens rank"], scales: BFlo
 def _expand(code: PsacCode, tokens: int, rank: int) -> Int8[np.ndarray, "sparse tokens rank"]:
     """Dense coefficients of the sparse streams. The bitmap alone orders the values; ``counts`` serve random access."""
     bits = np.unpackbits(code.bitmap, axis=-1, count=tokens * rank, bitorder="little").astype(bool)
+    if code.bitmap.shape[-1] != -(-tokens * rank // 8) or np.count_nonzero(bits) != code.values.size:
+        raise ShapeError(f"{code.values.size} values and bitmap {code.bitmap.shape} of {tokens} tokens, rank {rank}")
     steps = np.zeros(bits.shape, np.int8)
     steps[bits] = code.values
     return steps.reshape(-1, tokens, rank)

@@ -55,7 +55,7 @@ def choose(
     near = codebook.nearest(keys, centroids, metric, count)
     if count == 1:
         return near[..., 0].astype(np.uint8)
-    exponent = binary_exponent(keys)
+    exponent = binary_exponent(keys, centroids)
     points = np.ldexp(keys.astype(np.float32), -exponent)
     table = np.ldexp(centroids.astype(np.float32), -exponent)
     weights = sensitivity.reshape(*sensitivity.shape[:-1], 1, groups, group_size).sum(axis=-1)

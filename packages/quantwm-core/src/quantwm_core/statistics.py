@@ -103,8 +103,7 @@ class QueryStatistics:
         Raises:
             ParameterError: ``decay`` is out of range.
         """
-        if decay is not None and not 0 <= decay < 1:
-            raise ParameterError(f"decay {decay}: need None or a number in [0, 1)")
+        check_decay(decay)
         if self.pending is None or self.past is None:
             return QueryStatistics(self.pending or self.past, None)
         if decay is None:
@@ -119,6 +118,15 @@ class QueryStatistics:
         return sum(moment.nbytes for moment in (self.past, self.pending) if moment is not None)
 
 
+def check_decay(decay: object) -> None:
+    """Raise :class:`ParameterError` unless ``decay`` is None or a number in ``[0, 1)``.
+
+    >>> check_decay(0.9)
+    """
+    if decay is not None and not (isinstance(decay, int | float) and 0 <= decay < 1):
+        raise ParameterError(f"decay {decay!r}: need None or a number in [0, 1)")
+
+
 def sensitivity(mean: Float32[np.ndarray, "*streams channels channels"]) -> Float32[np.ndarray, "*streams channels"]:
     """Channel weights ``w_j = M_jj / mean_j M_jj``; all ones where ``M`` is zero.
 
@@ -126,7 +134,7 @@ def sensitivity(mean: Float32[np.ndarray, "*streams channels channels"]) -> Floa
     array([[0.5, 1.5]], dtype=float32)
     """
     diagonal = np.diagonal(mean, axis1=-2, axis2=-1)
-    average = diagonal.mean(axis=-1, keepdims=True)
+    average = _average(mean)[..., None]
     return np.where(average > 0, diagonal / np.where(average > 0, average, np.float32(1)), np.float32(1))
 
 
@@ -139,7 +147,7 @@ def normalised(
     array([[1., 0.],
            [0., 1.]], dtype=float32)
     """
-    average = np.diagonal(mean, axis1=-2, axis2=-1).mean(axis=-1)[..., None, None]
+    average = _average(mean)[..., None, None]
     identity = np.eye(mean.shape[-1], dtype=np.float32)
     return np.where(average > 0, mean / np.where(average > 0, average, np.float32(1)), identity)
 
@@ -167,6 +175,11 @@ def principal_basis(
     vectors = vectors[..., ::-1][..., :rank]
     largest = np.abs(vectors).argmax(axis=-2)[..., None, :]
     vectors = vectors * np.where(np.take_along_axis(vectors, largest, axis=-2) < 0, -1.0, 1.0)
-    energies = np.maximum(values[..., ::-1][..., :rank], 0).astype(np.float32)
-    known = (np.diagonal(mean, axis1=-2, axis2=-1).sum(axis=-1) > 0)[..., None, None]
+    energies = np.clip(values[..., ::-1][..., :rank], 0, np.finfo(np.float32).max).astype(np.float32)
+    known = (_average(mean) > 0)[..., None, None]
     return np.where(known, vectors, 0).astype(np.float32).astype(BF16), energies
+
+
+def _average(mean: Float32[np.ndarray, "*streams channels channels"]) -> Float32[np.ndarray, "*streams"]:
+    """``mean_j M_jj``; summed in FP64, because the sum of 256 squares of 2**60 passes FP32's range."""
+    return np.asarray(np.diagonal(mean, axis1=-2, axis2=-1).mean(axis=-1, dtype=np.float64), np.float32)

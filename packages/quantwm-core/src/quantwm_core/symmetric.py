@@ -59,5 +59,5 @@ def decode(
     stored = code.scales[..., start:stop, :].astype(np.float32)
     channels = code.codes.shape[-1] * packing.CODES_PER_BYTE
     codes = packing.unpack(code.codes[..., start:stop, :], channels)
-    levels = (codes.view(np.int8) - 1).astype(np.float32).reshape(*stored.shape, -1)
+    levels = (codes.view(np.int8) - 1).astype(np.float32).reshape(*stored.shape, channels // stored.shape[-1])
     return (levels * stored[..., None]).reshape(codes.shape)

@@ -11,7 +11,7 @@ import pkgutil
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
 
 from quantwm_core.errors import ParameterError, lookup
 
@@ -37,11 +37,15 @@ def implementation(name: str) -> type[Any]:
 
     Raises:
         UnknownNameError: No method bears that name.
+        ParameterError: Several distributions register it.
     """
     lookup("method", name, names())
     if any(module.name == name for module in pkgutil.iter_modules(__path__)):
         return cast("type[Any]", importlib.import_module(f"{__name__}.{name}").METHOD)
-    (entry,) = entry_points(group=ENTRY_POINTS, name=name)
+    entries = {entry.value: entry for entry in entry_points(group=ENTRY_POINTS, name=name)}
+    if len(entries) > 1:
+        raise ParameterError(f"method {name!r} is registered more than once: {', '.join(sorted(entries))}; remove one")
+    (entry,) = entries.values()
     return cast("type[Any]", entry.load())
 
 
@@ -59,13 +63,33 @@ def get(name: str, **parameters: Any) -> Method:
 
     Raises:
         UnknownNameError: No method bears that name.
-        ParameterError: It has no such parameter, or a value is out of range.
+        ParameterError: It has no such parameter, or a value is of another type or out of range.
 
     >>> get("quantwm", rank=16).rank
     16
+    >>> get("quantwm", rank=1.5)
+    Traceback (most recent call last):
+    ...
+    quantwm_core.errors.ParameterError: quantwm rank 1.5: need int
     """
     known = parameter_names(name)
-    for parameter in parameters:
+    hints = get_type_hints(implementation(name))
+    for parameter, value in parameters.items():
         if parameter not in known:
             raise ParameterError(f"{name} has no parameter {parameter!r}; known: {', '.join(known) or 'none'}")
+        if not _fits(value, hints[parameter]):
+            raise ParameterError(f"{name} {parameter} {value!r}: need {_words(hints[parameter])}")
     return cast("Method", implementation(name)(**parameters))
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value has the type that a parameter declares; an int is a float, a bool is neither."""
+    allowed = get_args(hint) or (hint,)
+    if not all(isinstance(member, type) for member in allowed):
+        return True  # a registered method may declare more than classes; its constructor judges
+    return type(value) in allowed or (type(value) is int and float in allowed)
+
+
+def _words(hint: Any) -> str:
+    """``int | None`` as ``int or None``."""
+    return " or ".join("None" if member is type(None) else member.__name__ for member in get_args(hint) or (hint,))

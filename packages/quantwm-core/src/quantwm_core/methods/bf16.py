@@ -18,6 +18,10 @@ class BF16Method:
     name = "bf16"
     recent_tokens = 0
 
+    def uses_queries(self, kind: Kind) -> bool:
+        """No."""
+        return False
+
     def array_names(self, kind: Kind) -> tuple[str, ...]:
         """The tensor itself."""
         return ("exact",)
@@ -40,8 +44,13 @@ class BF16Method:
     def decode(
         self, sealed: SealedTensor, start: int = 0, stop: int | None = None
     ) -> BFloat16[np.ndarray, "batch heads tokens channels"]:
-        """Copy the range out."""
-        return sealed.arrays["exact"][:, :, start:stop].copy()
+        """Copy the range out.
+
+        Raises:
+            RangeError: The range does not lie inside the unit.
+        """
+        first, last = sealed.token_range(start, stop)
+        return sealed.arrays["exact"][:, :, first:last].copy()
 
     def nbytes(self, kind: Kind, shape: tuple[int, int, int, int], first: bool) -> int:
         """Two bytes an element."""

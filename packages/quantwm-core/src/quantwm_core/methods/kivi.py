@@ -43,6 +43,10 @@ class Kivi:
         """Newest completed tokens that stay BF16."""
         return self.residual_length
 
+    def uses_queries(self, kind: Kind) -> bool:
+        """No."""
+        return False
+
     def array_names(self, kind: Kind) -> tuple[str, ...]:
         """Codes, scales and minima, the latter per channel (keys) or per token (values)."""
         return ("codes", "channel_scales", "channel_minima") if kind == "keys" else ("codes", "scales", "minima")
@@ -96,7 +100,7 @@ class Kivi:
         batch, heads, tokens, channels = shape
         rows, size = (channels, tokens) if kind == "keys" else (tokens, channels)
         groups = rows * -(-size // self.group_size)
-        return batch * heads * (packing.packed_size(tokens * channels) + 4 * groups)
+        return batch * heads * (tokens * packing.packed_size(channels) + 4 * groups)
 
 
 METHOD = Kivi

@@ -9,6 +9,7 @@ candidates=1`` leaves PSAC alone; both together are ``qvg`` with its affine quan
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -54,11 +55,16 @@ class QuantWM:
     def __post_init__(self) -> None:
         if self.metric not in METRICS:
             raise ParameterError(f"quantwm metric {self.metric!r}: known: {', '.join(METRICS)}")
-        if self.candidates < 1 or self.rank < 0 or self.iterations < 0 or not self.threshold >= 0:
+        codebook.check_size(self.centroids)
+        if self.candidates < 1 or self.rank < 0 or self.iterations < 0 or not 0 <= self.threshold < math.inf:
             raise ParameterError(
                 f"quantwm candidates {self.candidates}, rank {self.rank}, iterations {self.iterations}, "
                 f"threshold {self.threshold}: need at least 1, 0, 0 and 0"
             )
+
+    def uses_queries(self, kind: Kind) -> bool:
+        """For keys, unless both QSAC and PSAC are switched off."""
+        return kind == "keys" and (self.rank > 0 or self.metric != "uniform")
 
     def array_names(self, kind: Kind) -> tuple[str, ...]:
         """Clustered parts, and PSAC's for keys."""
@@ -83,8 +89,11 @@ class QuantWM:
         (['basis', 'bitmap', 'centroids', 'codes'], True)
         """
         wide = values.astype(np.float32)
-        group = self.group_size or affine.default_group_size(values.shape[3])
-        affine.check_group_size(values.shape[3], group)
+        channels = values.shape[3]
+        group = affine.default_group_size(channels) if self.group_size is None else self.group_size
+        affine.check_group_size(channels, group)
+        if kind == "keys" and self.rank > channels:
+            raise ParameterError(f"quantwm rank {self.rank}: need at most {channels}, the head dimension")
         initial = self._initial(values, previous)
         size = self.centroids or codebook.default_size(values.shape[2])
         iterations = self.iterations if initial is None else WARM_ITERATIONS
@@ -107,7 +116,7 @@ class QuantWM:
         first, last = sealed.token_range(start, stop)
         arrays = sealed.arrays
         wide = clustered.decode(arrays, first, last)
-        if "basis" in arrays:
+        if not arrays.keys().isdisjoint(PSAC_PARTS):
             wide = wide + psac.correction(_psac_code(sealed), arrays["basis"], sealed.shape[2], first, last)
         return wide.astype(BF16)
 
@@ -154,15 +163,14 @@ def _psac_code(sealed: SealedTensor) -> psac.PsacCode:
     """The coefficients of a sealed tensor, absent parts as empty arrays."""
     arrays = sealed.arrays
     tokens = sealed.shape[2]
-    rank = arrays["coefficient_scales"].shape[-1]
-    empty = {
-        "coefficients": np.zeros((0, tokens, rank), np.int8),
-        "layout": np.zeros(0, np.uint8),
-        "bitmap": np.zeros((0, -(-tokens * rank // 8)), np.uint8),
-        "sparse_values": np.zeros(0, np.int8),
-        "sparse_counts": np.zeros((0, -(-tokens // psac.TOKENS_PER_COUNT)), np.int32),
-    }
-    return psac.PsacCode(arrays["coefficient_scales"], *(arrays.get(name, part) for name, part in empty.items()))
+    scales, dense = arrays["coefficient_scales"], arrays["coefficients"]
+    values = arrays.get("sparse_values", np.zeros(0, np.int8))  # absent where every coefficient is zero
+    if "layout" in arrays:
+        return psac.PsacCode(scales, dense, arrays["layout"], arrays["bitmap"], values, arrays["sparse_counts"])
+    rank = scales.shape[-1]
+    bitmap = np.zeros((0, -(-tokens * rank // 8)), np.uint8)
+    counts = np.zeros((0, -(-tokens // psac.TOKENS_PER_COUNT)), np.int32)
+    return psac.PsacCode(scales, dense, np.zeros(0, np.uint8), bitmap, values, counts)
 
 
 METHOD = QuantWM

@@ -43,8 +43,13 @@ class QVG:
     def __post_init__(self) -> None:
         if self.quantizer not in QUANTIZERS:
             raise ParameterError(f"qvg quantizer {self.quantizer!r}: known: {', '.join(QUANTIZERS)}")
+        codebook.check_size(self.centroids)
         if self.stages < 1 or self.iterations < 0:
             raise ParameterError(f"qvg stages {self.stages}, iterations {self.iterations}: need at least 1 and 0")
+
+    def uses_queries(self, kind: Kind) -> bool:
+        """No."""
+        return False
 
     def array_names(self, kind: Kind) -> tuple[str, ...]:
         """Residual parts, then index and centroids of every stage."""
@@ -72,7 +77,7 @@ class QVG:
             index = codebook.nearest(residual, centroids)[..., 0].astype(np.uint8)
             residual = residual - clustered.gather(centroids, index)
             arrays |= {f"index{suffix}": index, f"centroids{suffix}": centroids}
-        group = self.group_size or affine.default_group_size(values.shape[3])
+        group = self._group(values.shape[3])
         if self.quantizer == "affine":
             arrays |= clustered.affine_arrays(affine.encode(residual, group))
         else:
@@ -97,13 +102,17 @@ class QVG:
     def nbytes(self, kind: Kind, shape: tuple[int, int, int, int], first: bool) -> int:
         """Residual, and index and centroids of every stage."""
         batch, heads, tokens, channels = shape
-        group = self.group_size or affine.default_group_size(channels)
+        group = self._group(channels)
         rows = min(tokens, self.centroids or codebook.default_size(tokens))
         stream = cost.clustered_nbytes(tokens, channels, group, rows)
         stream += (self.stages - 1) * (tokens + 2 * rows * channels)
         if self.quantizer == "symmetric":
             stream -= packing.packed_size(tokens * channels // group) + 4  # no zero-points, no super-scale
         return batch * heads * stream
+
+    def _group(self, channels: int) -> int:
+        """Channels that share a scale."""
+        return affine.default_group_size(channels) if self.group_size is None else self.group_size
 
     def _suffixes(self) -> tuple[str, ...]:
         """Names of the stages: the first bears none."""

@@ -39,6 +39,10 @@ class RoundToNearest:
                 f"rtn group size {self.group_size}: need at least 4, and none with granularity 'token'"
             )
 
+    def uses_queries(self, kind: Kind) -> bool:
+        """No."""
+        return False
+
     def array_names(self, kind: Kind) -> tuple[str, ...]:
         """Affine parts."""
         return clustered.AFFINE_PARTS
@@ -80,7 +84,8 @@ class RoundToNearest:
             groups = channels * -(-tokens // self._group(channels))
         else:
             groups = tokens * affine.check_group_size(channels, self._group(channels))
-        return batch * heads * (packing.packed_size(tokens * channels) + groups + packing.packed_size(groups) + 4)
+        codes = tokens * packing.packed_size(channels)
+        return batch * heads * (codes + groups + packing.packed_size(groups) + 4)
 
     def _group(self, channels: int) -> int:
         """Elements of a group: channels, or tokens with granularity ``"channel"``."""

@@ -1,0 +1,3 @@
+"""The operations of quantwm-core on torch tensors: the reference on CPUs, Triton on GPUs."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,221 @@
+"""Sealing and reading with any method of :mod:`quantwm_core.methods`, third-party ones included.
+
+A sealed tensor cannot cross an operator, so it travels as a flat list of tensors and a text, its *specification*:
+JSON with method, parameters, shape and the names of the arrays in order. :func:`seal` cannot know the number formats
+of every method's arrays beforehand, so its operator returns their bytes, and the specification as bytes before them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, cast
+
+import numpy as np
+import torch
+from jaxtyping import BFloat16, Float
+from torch import Tensor
+
+from quantwm_core import domain, methods
+from quantwm_core import statistics as core_statistics
+from quantwm_core.chunk import Kind
+from quantwm_core.errors import DtypeError, RangeError, ShapeError, StateError
+from quantwm_core.method import Method, Scheme, decode_tensor
+from quantwm_kernels.bridge import owned, to_numpy
+from quantwm_kernels.chunk import SealedChunk, SealedTensor
+from quantwm_kernels.statistics import QueryMoment
+
+
+def decoded_shape(sealed: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
+    """Shape of tokens ``start`` to ``stop`` of a sealed ``[B, H, N, D]``.
+
+    Raises:
+        RangeError: The range does not lie inside the unit.
+
+    >>> decoded_shape((1, 2, 8, 64), 2, 5)
+    (1, 2, 3, 64)
+    """
+    batch, heads, tokens, channels = sealed
+    if not 0 <= start <= stop <= tokens:
+        raise RangeError(f"tokens {start} to {stop} of a sealed unit of {tokens}: need 0 <= start <= stop <= {tokens}")
+    return batch, heads, stop - start, channels
+
+
+@torch.library.custom_op("quantwm::seal", mutates_args=())
+def _seal(
+    values: Tensor, moment: Tensor | None, moment_queries: int, previous: Sequence[Tensor], specification: str
+) -> list[Tensor]:
+    asked = json.loads(specification)
+    label = asked["label"]
+    method, kind = methods.get(asked["method"], **asked["parameters"]), asked["kind"]
+    exact = domain.to_bf16(to_numpy(values, label), label, rank=4)
+    known = None
+    if moment is not None:
+        known = core_statistics.QueryMoment(to_numpy(moment, f"{label}, query moment"), moment_queries)
+    before = SealedTensor(**_described(asked["previous"], previous)).to_core() if asked["previous"] else None
+    sealed = method.seal(kind, exact, known, before)
+    names = method.array_names(kind)
+    if strangers := sealed.arrays.keys() - set(names):
+        raise StateError(f"{label}: method {method.name!r} wrote arrays {sorted(strangers)} that it does not list")
+    answer = {
+        **_description(sealed.method, sealed.parameters, sealed.shape, list(sealed.arrays)),
+        "layout": {name: (array.dtype.name, array.shape) for name, array in sealed.arrays.items()},
+    }
+    missing = np.zeros(0, np.uint8)
+    arrays = [sealed.arrays.get(name, missing) for name in names]
+    text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
+    return [owned(text), *(owned(np.ascontiguousarray(array).reshape(-1).view(np.uint8)) for array in arrays)]
+
+
+@_seal.register_fake
+def _(
+    values: Tensor, moment: Tensor | None, moment_queries: int, previous: Sequence[Tensor], specification: str
+) -> list[Tensor]:
+    del moment, moment_queries, previous
+    asked = json.loads(specification)
+    names = methods.get(asked["method"], **asked["parameters"]).array_names(asked["kind"])
+    context = torch.library.get_ctx()
+    sizes = [context.new_dynamic_size(min=0) for _ in range(1 + len(names))]
+    return [values.new_empty((size,), dtype=torch.uint8) for size in sizes]
+
+
+@torch.library.custom_op("quantwm::decode", mutates_args=("out",))
+def _decode(arrays: Sequence[Tensor], specification: str, out: Tensor, start: int, stop: int) -> None:
+    sealed = SealedTensor(**_described(json.loads(specification), arrays))
+    target = to_numpy(out, "workspace")
+    np.copyto(target, decode_tensor(sealed.to_core(), start, stop))
+
+
+@_decode.register_fake
+def _(arrays: Sequence[Tensor], specification: str, out: Tensor, start: int, stop: int) -> None:
+    pass
+
+
+def seal(
+    method: Method,
+    kind: Kind,
+    values: Float[Tensor, "batch heads tokens channels"],
+    moment: QueryMoment | None = None,
+    previous: SealedTensor | None = None,
+    label: str = "",
+) -> SealedTensor:
+    """Encode a unit's keys or values.
+
+    Args:
+        method: A method that :func:`quantwm_core.methods.get` can make.
+        kind: ``"keys"`` or ``"values"``.
+        values: BF16, FP16 or FP32 ``[B, H, N, D]``; rounded to BF16 first.
+        moment: Queries seen before the unit began, or None.
+        previous: The same tensor of the unit before, for warm starts.
+        label: Where it belongs, for messages: ``"layer 3, chunk 7"``.
+
+    Returns:
+        A tensor that shares no memory with its input.
+
+    Raises:
+        DtypeError, ShapeError, DomainError: The input cannot be sealed; the message names ``label`` and ``kind``.
+        StateError, DeviceError: The tensor requires grad, or lives where no implementation serves it.
+
+    >>> sealed = seal(methods.get("rtn"), "keys", torch.ones(1, 1, 4, 64))
+    >>> sealed.nbytes, sealed.arrays["scales"].dtype
+    (73, torch.float8_e4m3fn)
+    """
+    asked: dict[str, Any] = {
+        "method": method.name,
+        "parameters": asdict(cast("Any", method)),
+        "kind": kind,
+        "label": f"{label}, {kind}" if label else kind,
+        "previous": None,
+    }
+    before: list[Tensor] = []
+    if previous is not None:
+        asked["previous"] = _description(previous.method, previous.parameters, previous.shape, list(previous.arrays))
+        before = list(previous.arrays.values())
+    mean, queries = (None, 0) if moment is None else moment
+    text, *buffers = _seal(values, mean, queries, before, json.dumps(asked))
+    answer = json.loads(bytes(to_numpy(text.cpu())))
+    by_name = dict(zip(method.array_names(kind), buffers, strict=True))
+    arrays = [
+        by_name[name].view(getattr(torch, dtype)).view(shape) for name, (dtype, shape) in answer["layout"].items()
+    ]
+    return SealedTensor(**_described(answer, arrays))
+
+
+def decode_into(
+    sealed: SealedTensor, out: BFloat16[Tensor, "batch heads range channels"], start: int = 0, stop: int | None = None
+) -> None:
+    """Reconstruct tokens ``start`` to ``stop`` (end by default) of a unit into given memory.
+
+    Args:
+        sealed: What :func:`seal` returned.
+        out: BF16 ``[B, H, stop - start, D]`` of any strides, such as a transposed view of a ``[B, S, H, D]`` workspace.
+        start: First token, counted inside the unit.
+        stop: Token after the last.
+
+    Raises:
+        RangeError: The range does not lie inside the unit.
+        ShapeError, DtypeError: ``out`` does not fit.
+        StateError, DeviceError: ``out`` requires grad, or lives where no implementation serves it.
+
+    >>> sealed = seal(methods.get("bf16"), "keys", torch.arange(8.0).view(1, 1, 2, 4))
+    >>> out = torch.empty(1, 1, 1, 4, dtype=torch.bfloat16)
+    >>> decode_into(sealed, out, start=1)
+    >>> out
+    tensor([[[[4., 5., 6., 7.]]]], dtype=torch.bfloat16)
+    """
+    end = sealed.shape[2] if stop is None else stop
+    shape = decoded_shape(sealed.shape, start, end)
+    if tuple(out.shape) != shape:
+        raise ShapeError(f"workspace: got shape {tuple(out.shape)}, need {shape} for tokens {start} to {end}")
+    if out.dtype is not torch.bfloat16:
+        raise DtypeError(f"workspace: got {out.dtype}, need torch.bfloat16")
+    text = json.dumps(_description(sealed.method, sealed.parameters, sealed.shape, list(sealed.arrays)))
+    _decode(list(sealed.arrays.values()), text, out, start, end)
+
+
+def seal_chunk(
+    scheme: Scheme,
+    keys: Float[Tensor, "batch heads tokens channels"],
+    values: Float[Tensor, "batch heads tokens channels"],
+    moment: QueryMoment | None = None,
+    previous: SealedChunk | None = None,
+    start: int = 0,
+    label: str = "",
+) -> SealedChunk:
+    """Encode a unit of one layer, keys and values; :meth:`quantwm_core.method.Scheme.seal` on tensors.
+
+    Raises:
+        DtypeError, ShapeError, DomainError: The input cannot be sealed; the message names ``label`` and tensor.
+        StateError, DeviceError: A tensor requires grad, or lives where no implementation serves it.
+
+    >>> from quantwm_core.method import scheme
+    >>> ones = torch.ones(1, 2, 32, 64)
+    >>> seal_chunk(scheme("quantwm"), ones, ones).nbytes
+    3376
+    """
+    where = f"{label}: " if label else ""
+    if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+        raise ShapeError(
+            f"{where}keys {tuple(keys.shape)} and values {tuple(values.shape)}: need [B, H, N, D] with the same B, H, N"
+        )
+    batch, heads, _, channels = keys.shape
+    if moment is not None and tuple(moment.mean.shape) != (batch, heads, channels, channels):
+        raise ShapeError(f"{where}query moment {tuple(moment.mean.shape)} does not fit keys {tuple(keys.shape)}")
+    before = (None, None) if previous is None else (previous.keys, previous.values)
+    sealed_keys = seal(scheme.keys, "keys", keys, moment, before[0], label)
+    return SealedChunk(sealed_keys, seal(scheme.values, "values", values, moment, before[1], label), start)
+
+
+def _description(
+    method: str, parameters: Mapping[str, Any], shape: Sequence[int], names: Sequence[str]
+) -> dict[str, Any]:
+    """What must be said about a sealed tensor beside its arrays, as JSON can say it."""
+    return {"method": method, "parameters": dict(parameters), "shape": list(shape), "names": list(names)}
+
+
+def _described(description: Mapping[str, Any], arrays: Sequence[Tensor]) -> dict[str, Any]:
+    """Fields of the sealed tensor that a description and a flat list of arrays make together."""
+    shape = cast("tuple[int, int, int, int]", tuple(description["shape"]))
+    named = dict(zip(description["names"], arrays, strict=True))
+    return {
+        "method": description["method"], "parameters": description["parameters"], "shape": shape, "arrays": named,
+    }  # fmt: skip

@@ -1,0 +1,10 @@
+"""A streaming compressed cache on the device, and the adapters that put it under a world model."""
+
+from quantwm_models.attach import Attachment, attach
+from quantwm_models.cache import LayerCache
+from quantwm_models.observer import CacheObserver
+from quantwm_models.report import CacheReport
+from quantwm_models.workspace import Workspace
+
+__version__ = "0.1.0"
+__all__ = ["Attachment", "CacheObserver", "CacheReport", "LayerCache", "Workspace", "attach"]

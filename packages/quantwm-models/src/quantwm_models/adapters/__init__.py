@@ -1,0 +1,77 @@
+"""Adapters to hosts: a file of this folder is an adapter, and its name is the adapter's public name.
+
+Such a file defines two functions, ``matches(pipeline) -> bool`` and ``attach(pipeline, make_cache) -> undo``. It
+imports nothing of a host: what it needs it takes from the live object. Another distribution adds an adapter through the
+entry point group ``quantwm.adapters``, whose value is a module or an object with these two.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Protocol, cast
+
+from quantwm_core.errors import lookup
+from quantwm_models.errors import UnknownHostError
+from quantwm_models.rolling_dict import MakeCache
+
+ENTRY_POINTS = "quantwm.adapters"
+
+
+class Adapter(Protocol):
+    """What an adapter can do; a module with these two functions is one."""
+
+    def matches(self, pipeline: object) -> bool:
+        """Whether ``pipeline`` is this adapter's host, judged by what the object is."""
+
+    def attach(self, pipeline: object, make_cache: MakeCache) -> Callable[[], None]:
+        """Put caches under the host.
+
+        Returns:
+            What restores the host exactly.
+
+        Raises:
+            HostError: The host is not of the version or shape that is supported; nothing was changed.
+        """
+
+
+def names() -> tuple[str, ...]:
+    """Public names of all adapters, alphabetically; the project's own win over registered ones of the same name.
+
+    >>> "demo" in names()
+    True
+    """
+    own = [module.name for module in pkgutil.iter_modules(__path__)]
+    return tuple(sorted({*own, *entry_points(group=ENTRY_POINTS).names}))
+
+
+def get(name: str) -> Adapter:
+    """Load an adapter.
+
+    Raises:
+        UnknownNameError: No adapter bears that name.
+    """
+    lookup("adapter", name, names())
+    if any(module.name == name for module in pkgutil.iter_modules(__path__)):
+        return cast("Adapter", importlib.import_module(f"{__name__}.{name}"))
+    (entry,) = entry_points(group=ENTRY_POINTS, name=name)
+    return cast("Adapter", entry.load())
+
+
+def find(pipeline: object) -> Adapter:
+    """The adapter that recognises a live object.
+
+    Raises:
+        UnknownHostError: None does; the message lists the known ones and how to name one.
+    """
+    for name in names():
+        adapter = get(name)
+        if adapter.matches(pipeline):
+            return adapter
+    kind = type(pipeline)
+    raise UnknownHostError(
+        f"no adapter recognises a {kind.__module__}.{kind.__qualname__}; known: {', '.join(names())}. "
+        "If the host is one of these under another name, pass adapter=NAME; otherwise pass an adapter of your own"
+    )

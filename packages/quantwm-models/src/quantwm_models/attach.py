@@ -1,0 +1,104 @@
+"""Putting a compressed cache under a live world model, and taking it off again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from quantwm_core.errors import ParameterError
+from quantwm_core.method import Scheme, scheme
+from quantwm_models import adapters
+from quantwm_models.cache import LayerCache
+from quantwm_models.observer import CacheObserver
+from quantwm_models.report import CacheReport, total
+from quantwm_models.workspace import Workspace
+
+
+class Attachment:
+    """A host with caches under it; a context manager that restores the host on leaving, whatever happened inside.
+
+    Attributes:
+        scheme: How the caches are stored.
+    """
+
+    def __init__(self, scheme: Scheme, observers: Sequence[CacheObserver] = ()) -> None:
+        self.scheme = scheme
+        self._observers = tuple(observers)
+        self._caches: dict[tuple[str, int], LayerCache] = {}
+        self._undo: Callable[[], None] | None = None
+
+    @property
+    def caches(self) -> tuple[LayerCache, ...]:
+        """The caches that the host was given last, by branch and layer; they can still be asked after leaving."""
+        return tuple(self._caches.values())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Restore the host; calling it twice does no harm."""
+        if self._undo is not None:
+            undo, self._undo = self._undo, None
+            undo()
+
+    def report(self) -> CacheReport:
+        """Sum over all layers since their caches were last made or cleared: the current video."""
+        workspaces = {id(cache.workspace): cache.workspace.nbytes for cache in self.caches}
+        return total((cache.report() for cache in self.caches), sum(workspaces.values()))
+
+    def connect(self, adapter: adapters.Adapter, pipeline: object) -> None:
+        """Let an adapter put caches under ``pipeline``."""
+        self._undo = adapter.attach(pipeline, self._make_cache)
+
+    def _make_cache(
+        self, layer: int, *, branch: str = "", sink: int = 0, workspace: Workspace | None = None
+    ) -> LayerCache:
+        cache = LayerCache(self.scheme, layer=layer, sink=sink, workspace=workspace, observers=self._observers)
+        self._caches[branch, layer] = cache
+        return cache
+
+
+def attach(
+    pipeline: object,
+    method: str | Scheme = "quantwm",
+    *,
+    adapter: str | adapters.Adapter | None = None,
+    observers: Sequence[CacheObserver] = (),
+    **parameters: Any,
+) -> Attachment:
+    """Put a compressed cache under a live pipeline.
+
+    Args:
+        pipeline: The live object of a host.
+        method: Name of a method, or a scheme.
+        adapter: Name of the adapter, or the adapter; None finds it by what the pipeline is.
+        observers: Told of what every layer's cache does.
+        parameters: Settings when ``method`` is a name: ``rank=16``, ``values="bf16"``, ``chunks_per_seal=2``.
+
+    Returns:
+        A context manager. The host is changed at once and restored on leaving the block, or by ``detach()``.
+
+    Raises:
+        UnknownHostError: No adapter recognises the pipeline.
+        UnknownNameError, ParameterError: No such adapter, method or parameter.
+        HostError: The pipeline is not what the adapter expects.
+
+    >>> attach(object())
+    Traceback (most recent call last):
+    ...
+    quantwm_models.errors.UnknownHostError: no adapter recognises a builtins.object; known: ...
+    """
+    if isinstance(method, Scheme) and parameters:
+        raise ParameterError(f"parameters {sorted(parameters)} beside a ready scheme; give them to scheme() instead")
+    chosen = (
+        adapters.find(pipeline) if adapter is None else adapters.get(adapter) if isinstance(adapter, str) else adapter
+    )
+    attachment = Attachment(method if isinstance(method, Scheme) else scheme(method, **parameters), observers)
+    attachment.connect(chosen, pipeline)
+    return attachment

@@ -1,0 +1,324 @@
+"""The streaming compressed cache of one attention layer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from jaxtyping import BFloat16, Float
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from quantwm_core.errors import ParameterError, ShapeError, StateError
+from quantwm_core.method import Scheme
+from quantwm_core.method import scheme as make_scheme
+from quantwm_core.stream import Stream
+from quantwm_kernels.bridge import check_detached
+from quantwm_kernels.chunk import SealedChunk, storage_nbytes
+from quantwm_kernels.statistics import second_moment
+from quantwm_models.causality import CausalQueries
+from quantwm_models.contents import Contents, located
+from quantwm_models.geometry import Geometry, copied_chunk
+from quantwm_models.observer import CacheObserver
+from quantwm_models.report import CacheReport
+from quantwm_models.workspace import Segment, Workspace
+
+
+class LayerCache:
+    """Keys and values of one layer: the active chunk in BF16, completed ones sealed, a window that may slide.
+
+    Tokens are named in *window coordinates*: 0 is the oldest live token. A call that fails leaves the cache as it was.
+
+    Args:
+        scheme: Method name, or a :class:`quantwm_core.method.Scheme`.
+        layer: Number for messages and observers.
+        sink: First tokens that the window never evicts; sealed units are cut there.
+        window: Live tokens at most, sink and active chunk included; None keeps all.
+        workspace: Memory for reads; pass one to all layers, or each gets its own.
+        observers: See :class:`quantwm_models.observer.CacheObserver`.
+        parameters: Settings of the scheme when ``scheme`` is a name: ``rank=16``, ``values="bf16"``, ``decay=0.9``.
+
+    >>> import torch
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> cache = LayerCache("quantwm", window=1024)
+    >>> for chunk in range(5):
+    ...     keys, values, queries = torch.randn(3, 1, 2, 256, 64, generator=generator)
+    ...     cache.append(keys, values)
+    ...     output = cache.attend(queries)
+    >>> tuple(output.shape), cache.tokens
+    ((1, 2, 256, 64), 1024)
+    >>> report = cache.report()
+    >>> report.chunks_sealed, report.chunks_evicted, round(report.ratio, 1)
+    (4, 1, 4.0)
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme | str = "quantwm",
+        *,
+        layer: int = 0,
+        sink: int = 0,
+        window: int | None = None,
+        workspace: Workspace | None = None,
+        observers: Sequence[CacheObserver] = (),
+        **parameters: Any,
+    ) -> None:
+        if isinstance(scheme, Scheme) and parameters:
+            raise ParameterError(
+                f"parameters {sorted(parameters)} beside a ready scheme; give them to scheme() instead"
+            )
+        self.scheme = scheme if isinstance(scheme, Scheme) else make_scheme(scheme, **parameters)
+        self.layer = layer
+        self.observers = list(observers)
+        self.workspace = Workspace() if workspace is None else workspace
+        self.workspace.reserve(window or 0)
+        # A method that states that it uses no queries is spared their statistics.
+        self._learns = self.scheme.uses_queries
+        self._settings = Stream(self.scheme.chunks_per_seal, self.scheme.recent_tokens, sink, window)
+        self._contents = self._nothing()
+        self._geometry: Geometry | None = None
+        self._decode_seconds = 0.0
+        self.version = 0
+
+    @property
+    def tokens(self) -> int:
+        """Live tokens."""
+        return self._contents.stream.tokens
+
+    @property
+    def stream(self) -> Stream:
+        """Where tokens are: absolute spans, units, the active chunk."""
+        return self._contents.stream
+
+    @property
+    def chunks(self) -> tuple[SealedChunk, ...]:
+        """Sealed units that hold a live token, oldest first."""
+        return tuple(self._contents.units[span].chunk for span in self._contents.stream.units)
+
+    @property
+    def queries(self) -> CausalQueries:
+        """Query statistics."""
+        return self._contents.queries
+
+    def append(
+        self,
+        keys: Float[Tensor, "batch heads tokens key_channels"],
+        values: Float[Tensor, "batch heads tokens value_channels"],
+    ) -> None:
+        """Begin a chunk; the one before it is complete from now on, and units that are due are sealed.
+
+        Args:
+            keys, values: BF16, FP16 or FP32 ``[B, H, N, D]`` of any strides; rounded to BF16 and copied.
+
+        Raises:
+            ShapeError, DtypeError: The tensors do not fit each other or the chunks before.
+            RangeError: The chunk is longer than the window allows.
+            DomainError: An older chunk that is due holds NaN, Inf or numbers beyond 2**60.
+            StateError, DeviceError: A tensor requires grad, or lives where no implementation serves it.
+        """
+        with self._located():
+            exact_keys, exact_values, geometry = copied_chunk(keys, values, self._geometry)
+            self._commit(self._contents.append(exact_keys, exact_values), geometry)
+
+    def restart(
+        self,
+        keys: Float[Tensor, "batch heads tokens key_channels"],
+        values: Float[Tensor, "batch heads tokens value_channels"],
+    ) -> None:
+        """:meth:`clear`, then :meth:`append`, in one step: a new video begins with this chunk.
+
+        Raises:
+            QuantWMError: As :meth:`append`; the cache is still what it was then.
+        """
+        with self._located():
+            exact_keys, exact_values, geometry = copied_chunk(keys, values, None)
+            begun = self._nothing().append(exact_keys, exact_values)
+            self.clear()
+            self._commit(begun, geometry)
+
+    def overwrite(
+        self,
+        keys: Float[Tensor, "batch heads tokens key_channels"],
+        values: Float[Tensor, "batch heads tokens value_channels"],
+    ) -> None:
+        """Rewrite the active chunk, as every denoising step does.
+
+        Raises:
+            StateError: No chunk is active, or a tensor requires grad.
+            ShapeError, DtypeError: The tensors are not what the active chunk holds.
+        """
+        with self._located():
+            exact_keys, exact_values, _ = copied_chunk(keys, values, self._geometry)
+            self._contents = self._contents.overwrite(exact_keys, exact_values)
+            self.version += 1
+
+    def observe(self, queries: Float[Tensor, "batch query_heads tokens channels"]) -> None:
+        """Fold one attention call's queries into the statistics; no query is kept.
+
+        They count for units that begin after the chunk that is active now.
+
+        Args:
+            queries: BF16, FP16 or FP32 ``[B, Hq, T, D]``, in the frame of the cached keys; ``Hq`` a multiple of ``H``.
+
+        Raises:
+            StateError: Nothing was appended yet, or the queries require grad.
+            ShapeError, DtypeError, DomainError: They do not fit the keys, or hold NaN or Inf.
+        """
+        with self._located():
+            check_detached(queries, "queries")
+            batch, heads, channels, _, _ = self._known()
+            fits = queries.ndim == 4 and queries.shape[0] == batch and queries.shape[3] == channels
+            if not fits or queries.shape[1] % heads:
+                raise ShapeError(
+                    f"queries: got {tuple(queries.shape)}, need [{batch}, multiple of {heads}, T, {channels}]"
+                )
+            if self._learns:
+                contents, moment = self._contents, second_moment(queries, heads)
+                self._contents = replace(contents, queries=contents.queries.observe(moment))
+
+    def seal(self) -> None:
+        """The active chunk is complete now: seal what is due without waiting for the next chunk.
+
+        Raises:
+            DomainError: A chunk that is due holds NaN, Inf or numbers beyond 2**60.
+        """
+        with self._located():
+            self._commit(self._contents.complete(), self._geometry)
+
+    def evict(self, start: int, stop: int) -> None:
+        """Drop window tokens ``start`` to ``stop``; those behind move up.
+
+        An active chunk that loses tokens is complete from then on.
+
+        Raises:
+            RangeError: The range lies outside the window.
+            DomainError: A chunk that is due holds NaN, Inf or numbers beyond 2**60.
+        """
+        with self._located():
+            self._commit(self._contents.evict(start, stop), self._geometry)
+
+    def read(
+        self, start: int | None = None, stop: int | None = None
+    ) -> tuple[
+        BFloat16[Tensor, "batch heads range key_channels"], BFloat16[Tensor, "batch heads range value_channels"]
+    ]:
+        """Keys and values of window tokens ``start`` to ``stop`` (all by default).
+
+        Returns:
+            BF16 ``[B, H, n, D]`` views of the workspace, valid until the next read through it and not to be written.
+
+        Raises:
+            RangeError: The range lies outside the window.
+            StateError: The cache is empty.
+        """
+        with self._located():
+            known = self._known()
+            first, last = 0 if start is None else start, self.tokens if stop is None else stop
+            segments = self._contents.segments(first, last)
+            keys_shape, values_shape = (known[0], known[1], known[2]), (known[0], known[1], known[3])
+            keys, values = self.workspace.view(keys_shape, values_shape, last - first, known.device)
+            self._fill(segments, keys, values)
+            return keys, values
+
+    def attend(
+        self,
+        queries: Float[Tensor, "batch query_heads tokens channels"],
+        start: int | None = None,
+        stop: int | None = None,
+    ) -> Float[Tensor, "batch query_heads tokens value_channels"]:
+        """Observe the queries and attend to window tokens ``start`` to ``stop``, without a mask.
+
+        Returns:
+            ``[B, Hq, T, D]`` in the queries' number format.
+
+        Raises:
+            QuantWMError: As :meth:`observe` and :meth:`read`.
+        """
+        keys, values = self.read(start, stop)
+        self.observe(queries)
+        grouped = queries.shape[1] != keys.shape[1]
+        output: Tensor = scaled_dot_product_attention(
+            queries, keys.to(queries.dtype), values.to(queries.dtype), enable_gqa=grouped
+        )
+        self.tell_attended(queries, keys, values, start, stop)
+        return output
+
+    def tell_attended(
+        self, queries: Tensor, keys: Tensor, values: Tensor, start: int | None = None, stop: int | None = None
+    ) -> None:
+        """Tell the observers of an attention call that was computed outside, over a read of ``start`` to ``stop``."""
+        if self.observers:
+            last = self.tokens if stop is None else stop
+            spans = [piece.span for piece in self.stream.read(0 if start is None else start, last)]
+            for observer in self.observers:
+                observer.attended(self, queries, keys, values, spans)
+
+    def clear(self) -> None:
+        """Forget everything, statistics and counters included; a new video begins."""
+        before = self.stream.live
+        self._contents, self._geometry, self._decode_seconds = self._nothing(), None, 0.0
+        self.version += 1
+        for observer in self.observers:
+            for span in before:
+                observer.evicted(self, *span)
+
+    def report(self) -> CacheReport:
+        """What the cache holds and what it cost since it was cleared."""
+        contents = self._contents
+        sealed = sum(piece.span.tokens for piece in contents.stream.read() if piece.unit is not None)
+        width = 0
+        if self._geometry is not None:
+            batch, heads, key_channels, value_channels, _ = self._geometry
+            width = 2 * batch * heads * (key_channels + value_channels)
+        return CacheReport(
+            tokens=contents.stream.tokens,
+            sealed_tokens=sealed,
+            sealed_bf16_nbytes=sealed * width,
+            sealed_nbytes=sum(unit.chunk.nbytes for unit in contents.units.values()),
+            active_nbytes=storage_nbytes(tensor for piece in contents.exact for tensor in (piece.keys, piece.values)),
+            state_nbytes=contents.queries.nbytes,
+            workspace_nbytes=self.workspace.nbytes,
+            chunks_sealed=contents.chunks_sealed,
+            chunks_evicted=contents.chunks_evicted,
+            seal_seconds=contents.seal_seconds,
+            decode_seconds=self._decode_seconds,
+        )
+
+    def _nothing(self) -> Contents:
+        return Contents(self._settings, CausalQueries(decay=self.scheme.decay))
+
+    def _commit(self, contents: Contents, geometry: Geometry | None) -> None:
+        """Seal what is due in ``contents``, make them the cache's, then tell the observers."""
+        before = self._contents
+        settled, sealings = contents.settle(self.scheme)
+        self._contents, self._geometry = settled, geometry
+        self.version += 1
+        for observer in self.observers:
+            for sealing in sealings:
+                observer.sealed(self, *sealing)
+            for span in before.gone(settled):
+                observer.evicted(self, *span)
+
+    def _located(self) -> AbstractContextManager[None]:
+        """Name the layer in errors."""
+        return located(f"layer {self.layer}")
+
+    def _known(self) -> Geometry:
+        if self._geometry is None:
+            raise StateError("the cache is empty; append keys and values first")
+        return self._geometry
+
+    def _fill(self, segments: tuple[Segment, ...], keys: Tensor, values: Tensor) -> None:
+        """Bring the workspace's views to hold ``segments``; leading ones that are there already are kept."""
+        kept = self.workspace.kept(segments)
+        if kept == len(segments):
+            return
+        begun = time.perf_counter()
+        self.workspace.holds(segments[:kept])
+        offset = sum(segment.stop - segment.start for segment in segments[:kept])
+        self._contents.write(segments[kept:], keys[:, :, offset:], values[:, :, offset:])
+        self.workspace.holds(segments)
+        self._decode_seconds += time.perf_counter() - begun

@@ -1,0 +1,77 @@
+"""Which queries a unit may be sealed with: only those that came before it began.
+
+Queries arrive while a chunk is active. They belong to the group of chunks that will be sealed together, and count for
+units that begin after that group, never for the group itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from quantwm_core.errors import StateError
+from quantwm_kernels.chunk import storage_nbytes
+from quantwm_kernels.statistics import QueryMoment, merge
+
+
+class Group(NamedTuple):
+    """Queries seen while one group of chunks was filled; the group begins at absolute token ``start``."""
+
+    start: int
+    moment: QueryMoment | None
+
+
+@dataclass(frozen=True)
+class CausalQueries:
+    """Query statistics of one layer, a value: every transition returns a new one.
+
+    Attributes:
+        past: Moment of all queries that every unit still to be sealed may use; None before there are any.
+        groups: Later groups, ascending by start.
+        decay: Forgetting at each fold; None counts all queries equally.
+    """
+
+    past: QueryMoment | None = None
+    groups: tuple[Group, ...] = ()
+    decay: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage of all moments."""
+        moments = [self.past, *(group.moment for group in self.groups)]
+        return storage_nbytes(moment.mean for moment in moments if moment is not None)
+
+    def begin(self, start: int) -> CausalQueries:
+        """A group of chunks begins at absolute token ``start``."""
+        return replace(self, groups=(*self.groups, Group(start, None)))
+
+    def observe(self, moment: QueryMoment) -> CausalQueries:
+        """Count one attention call's queries for the newest group.
+
+        Raises:
+            StateError: No group has begun.
+        """
+        if not self.groups:
+            raise StateError("queries came before any chunk; append keys and values first")
+        *older, newest = self.groups
+        known = moment if newest.moment is None else merge(newest.moment, moment)
+        return replace(self, groups=(*older, newest._replace(moment=known)))
+
+    def before(self, token: int) -> CausalQueries:
+        """Fold into the past what was seen before absolute ``token``'s group began.
+
+        >>> import torch
+        >>> from quantwm_kernels.statistics import second_moment
+        >>> query = second_moment(torch.ones(1, 1, 1, 4), 1)
+        >>> queries = CausalQueries().begin(0).observe(query).begin(8).observe(query)
+        >>> queries.before(7).past is None, queries.before(8).past.queries, queries.before(99).past.queries
+        (True, 1, 1)
+        """
+        queries = self
+        while len(queries.groups) > 1 and queries.groups[1].start <= token:
+            first, *rest = queries.groups
+            past, moment = queries.past, first.moment
+            if past is not None and moment is not None:
+                past = merge(past, moment, self.decay)
+            queries = replace(queries, past=past or moment, groups=tuple(rest))
+        return queries

@@ -1,0 +1,219 @@
+"""What one layer's cache holds, as a value: a transition returns new contents and leaves the old ones whole.
+
+:mod:`quantwm_core.stream` says which tokens are live, sealed or due; this module carries their tensors along.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantwm_core.errors import QuantWMError
+from quantwm_core.method import Scheme
+from quantwm_core.stream import Span, Stream, cut, overlap
+from quantwm_kernels.chunk import SealedChunk
+from quantwm_kernels.methods import decode_into, seal_chunk
+from quantwm_models.causality import CausalQueries
+from quantwm_models.workspace import Segment
+
+_serials = itertools.count()
+
+
+class Exact(NamedTuple):
+    """Tokens that are still BF16: ``keys`` and ``values`` ``[B, H, n, D]`` of the absolute tokens ``span``."""
+
+    serial: int
+    span: Span
+    keys: Tensor
+    values: Tensor
+
+
+class Unit(NamedTuple):
+    """A sealed unit."""
+
+    serial: int
+    chunk: SealedChunk
+
+
+class Sealing(NamedTuple):
+    """A unit that was just sealed, and the exact tokens it was made from."""
+
+    chunk: SealedChunk
+    keys: Tensor
+    values: Tensor
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Say where an error arose, keeping its type.
+
+    >>> with located("layer 3"):
+    ...     raise QuantWMError("no room")
+    Traceback (most recent call last):
+    ...
+    quantwm_core.errors.QuantWMError: layer 3: no room
+    """
+    try:
+        yield
+    except QuantWMError as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Tensors and bookkeeping of one layer.
+
+    Attributes:
+        stream: Where tokens are.
+        queries: Query statistics.
+        units: Sealed units that hold a live token, by their absolute tokens.
+        exact: Live BF16 tokens, ascending.
+        chunks_sealed: Units sealed so far.
+        chunks_evicted: Units that lost their last live token.
+        seal_seconds: Time spent sealing.
+    """
+
+    stream: Stream
+    queries: CausalQueries
+    units: Mapping[Span, Unit] = field(default_factory=dict)
+    exact: tuple[Exact, ...] = ()
+    chunks_sealed: int = 0
+    chunks_evicted: int = 0
+    seal_seconds: float = 0.0
+
+    def append(self, keys: Tensor, values: Tensor) -> Contents:
+        """A chunk begins with BF16 keys and values, which must not change any more."""
+        stream, queries = self.stream, self.queries
+        if len(stream.ends) % stream.chunks_per_seal == 0:
+            queries = queries.begin(stream.end)
+        grown = stream.append(keys.shape[2])
+        piece = Exact(next(_serials), Span(stream.end, grown.end), keys, values)
+        return _follow(replace(self, queries=queries, exact=(*self.exact, piece)), grown)
+
+    def overwrite(self, keys: Tensor, values: Tensor) -> Contents:
+        """The active chunk has other keys and values.
+
+        Raises:
+            StateError: No chunk is active.
+            ShapeError: It has another length.
+        """
+        span = self.stream.writable(keys.shape[2])
+        return replace(self, exact=(*self.exact[:-1], Exact(next(_serials), span, keys, values)))
+
+    def complete(self) -> Contents:
+        """The active chunk will not change any more."""
+        return replace(self, stream=self.stream.complete())
+
+    def evict(self, start: int, stop: int) -> Contents:
+        """Drop window tokens ``start`` to ``stop``; an active chunk that loses one is complete."""
+        active = self.stream.active_span
+        stream = self.stream
+        if active is not None and start < stop and stop > stream.tokens - active.tokens:
+            stream = stream.complete()
+        return _follow(self, stream.evict(start, stop))
+
+    def settle(self, scheme: Scheme) -> tuple[Contents, tuple[Sealing, ...]]:
+        """Seal what is due.
+
+        Raises:
+            QuantWMError: A unit cannot be sealed; the message names its chunk and the tensor.
+        """
+        due = self.stream.due()
+        begun = time.perf_counter()
+        queries, units, sealings = self.queries, dict(self.units), []
+        last = units[self.stream.units[-1]].chunk if self.stream.units else None
+        for span in due:
+            queries = queries.before(span.start)
+            keys, values = self._gather(span)
+            with located(self._name(span)):
+                last = seal_chunk(scheme, keys, values, queries.past, last, span.start)
+            units[span] = Unit(next(_serials), last)
+            sealings.append(Sealing(last, keys, values))
+        stream = self.stream.sealed()
+        settled = replace(
+            self,
+            queries=queries.before(stream.sealed_end),
+            units=units,
+            chunks_sealed=self.chunks_sealed + len(due),
+            seal_seconds=self.seal_seconds + (time.perf_counter() - begun if due else 0.0),
+        )
+        return _follow(settled, stream), tuple(sealings)
+
+    def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
+        """Which stored pieces hold the window tokens ``start`` to ``stop``, in order."""
+        found = []
+        for piece in self.stream.read(start, stop):
+            if piece.unit is not None:
+                found.append(Segment(self.units[piece.unit].serial, *piece.span))
+                continue
+            parts = ((exact.serial, overlap(exact.span, piece.span)) for exact in self.exact)
+            found += [Segment(serial, *part) for serial, part in parts if part]
+        return tuple(found)
+
+    def write(self, segments: Sequence[Segment], keys: Tensor, values: Tensor) -> None:
+        """Reconstruct segments one after the other from the beginning of ``keys`` and ``values``, ``[B, H, .., D]``."""
+        units = {unit.serial: unit.chunk for unit in self.units.values()}
+        pieces = {piece.serial: piece for piece in self.exact}
+        offset = 0
+        for serial, start, stop in segments:
+            place = slice(offset, offset + stop - start)
+            offset = place.stop
+            if serial in units:
+                chunk = units[serial]
+                decode_into(chunk.keys, keys[:, :, place], start - chunk.start, stop - chunk.start)
+                decode_into(chunk.values, values[:, :, place], start - chunk.start, stop - chunk.start)
+            else:
+                piece = pieces[serial]
+                inside = slice(start - piece.span.start, stop - piece.span.start)
+                keys[:, :, place].copy_(piece.keys[:, :, inside])
+                values[:, :, place].copy_(piece.values[:, :, inside])
+
+    def gone(self, later: Contents) -> tuple[Span, ...]:
+        """Absolute tokens that were live here and are not in ``later``."""
+        spans = self.stream.live
+        for span in later.stream.live:
+            spans = cut(spans, span)
+        return spans
+
+    def _gather(self, span: Span) -> tuple[Tensor, Tensor]:
+        """BF16 keys and values of live, unsealed tokens."""
+        parts = [(piece, overlap(piece.span, span)) for piece in self.exact]
+        slices = [(piece, part.start - piece.span.start, part.stop - piece.span.start) for piece, part in parts if part]
+        if len(slices) == 1:
+            piece, start, stop = slices[0]
+            return piece.keys[:, :, start:stop], piece.values[:, :, start:stop]
+        keys = torch.cat([piece.keys[:, :, start:stop] for piece, start, stop in slices], dim=2)
+        return keys, torch.cat([piece.values[:, :, start:stop] for piece, start, stop in slices], dim=2)
+
+    def _name(self, span: Span) -> str:
+        """Chunks that a unit lies in, for messages."""
+        ends = self.stream.ends
+        first, last = (sum(end <= token for end in ends) for token in (span.start, span.stop - 1))
+        return f"chunk {first}" if first == last else f"chunks {first} to {last}"
+
+
+def _follow(contents: Contents, stream: Stream) -> Contents:
+    """Follow the stream: let go of what it holds no longer, or holds sealed."""
+    units = {span: contents.units[span] for span in stream.units}
+    exact = []
+    for piece in contents.exact:
+        for live in stream.live:
+            part = overlap(piece.span, Span(max(live.start, stream.sealed_end), live.stop))
+            if part is not None:
+                exact.append(piece if part == piece.span else _slice(piece, part))
+    evicted = contents.chunks_evicted + len(contents.units) - len(units)
+    return replace(contents, stream=stream, units=units, exact=tuple(exact), chunks_evicted=evicted)
+
+
+def _slice(piece: Exact, part: Span) -> Exact:
+    """Part of a piece in memory of its own, so that the rest is freed."""
+    start, stop = part.start - piece.span.start, part.stop - piece.span.start
+    keys, values = (tensor[:, :, start:stop].clone() for tensor in (piece.keys, piece.values))
+    return Exact(next(_serials), part, keys, values)

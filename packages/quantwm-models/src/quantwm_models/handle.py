@@ -1,0 +1,173 @@
+"""A range of a host's cache tensor that is reconstructed when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quantwm_core.chunk import KINDS
+from quantwm_core.errors import StateError
+from quantwm_core.stream import Span
+from quantwm_models.errors import HostAttributeError, HostError
+
+if TYPE_CHECKING:
+    from quantwm_models.store import Store
+
+SUPPORTED = "supported: .shape, .dtype, .device, store[:, a:b], store[:, a:b] = tensor, and clone() of what is got"
+_BINARY = ("add", "sub", "mul", "truediv", "matmul", "pow")
+OPERATORS = tuple(f"__{each}__" for each in (*_BINARY, *(f"r{each}" for each in _BINARY), "lt", "le", "gt", "ge"))
+
+
+class Sized:
+    """Shape, number format and device, as a tensor tells them."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad = False
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """Shape, or one number of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+
+class Handle(Sized):
+    """A range of a store's slots, reconstructed when it is used.
+
+    As a slice of a tensor does, it shows what the slots hold at the time of use; its :meth:`clone` shows what they held
+    at the time of cloning, and must be used before the cache changes. Any torch function applied to it sees a tensor.
+
+    Args:
+        store: Where from.
+        slots: Window tokens.
+        version: Version of the cache that it was cloned at; None for a range that follows the cache.
+    """
+
+    def __init__(self, store: Store, slots: Span, version: int | None = None) -> None:
+        self.store = store
+        self.slots = slots
+        self.version = version
+        batch, _, heads, channels = store.shape
+        self.shape = torch.Size((batch, slots.tokens, heads, channels))
+        self.dtype = store.dtype
+        self.device = store.device
+
+    def __repr__(self) -> str:
+        kind, layer, shape = self.store.kind, self.store.layer, list(self.shape)
+        return f"Handle({kind} of layer {layer}, slots {self.slots.start} to {self.slots.stop}, shape {shape})"
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def clone(self, **_: object) -> Handle:
+        """The same range as it is now."""
+        return Handle(self.store, self.slots, self.store.halves.cache.version)
+
+    def detach(self) -> Handle:
+        """The same range; it never records gradients."""
+        return self
+
+    def check_current(self) -> None:
+        """Refuse a clone that the cache has moved on from.
+
+        Raises:
+            StateError: The cache changed since.
+        """
+        version = self.store.halves.cache.version
+        if self.version not in (None, version):
+            raise StateError(f"{self}: the cache changed after this was cloned; use a clone before writing the cache")
+
+    def tensor(self) -> Tensor:
+        """The range as a tensor of its own, ``[B, n, heads, head_dim]`` in the host's number format.
+
+        Raises:
+            RangeError: The slots hold no tokens.
+            StateError: Only one half was written yet, or the clone is stale.
+        """
+        pair = read_pair(self, self)
+        return pair[KINDS.index(self.store.kind)].clone()
+
+    def __getitem__(self, key: object) -> Tensor:
+        return self.tensor()[key]  # type: ignore[index]  # a tensor judges its own index
+
+    def __setitem__(self, key: object, value: object) -> None:
+        raise HostError(f"{self} cannot be written; write to the store: {SUPPORTED}")
+
+    def __getattr__(self, name: str) -> Any:
+        # In-place methods would change a copy and be lost; private names are questions about the class, not the data.
+        if name.startswith("_") or name.endswith("_") or not hasattr(Tensor, name):
+            raise HostAttributeError(f"a host asked {self!r} for {name!r}; {SUPPORTED}")
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Apply a torch function to the tensors that handles stand for."""
+        del types
+        name = name_of(func)
+        inplace = name.endswith("_") and not name.endswith("__")
+        if (kwargs and "out" in kwargs) or (inplace and args and isinstance(args[0], Handle)):
+            raise HostError(f"a host applied {name} to a range of its cache in place; write to the store: {SUPPORTED}")
+        return func(*_materialised(args), **_materialised(dict(kwargs or {})))
+
+
+def _operator(name: str) -> Callable[[Handle, Any], Any]:
+    def apply(handle: Handle, other: Any) -> Any:
+        return getattr(handle.tensor(), name)(_materialised(other))
+
+    return apply
+
+
+# Set from outside, so that a handle still hashes by what it is.
+for _each in (*OPERATORS, "__eq__", "__ne__"):
+    setattr(Handle, _each, _operator(_each))
+
+
+def read_pair(keys: Handle, values: Handle) -> tuple[Tensor, Tensor]:
+    """Keys and values of one range of one layer, ``[B, n, heads, head_dim]``, in the memory that all reads share.
+
+    Raises:
+        StateError: The handles are of different layers or ranges, stale, or only one half was written yet.
+        RangeError: The slots hold no tokens.
+    """
+    if keys.store.halves is not values.store.halves or keys.slots != values.slots:
+        raise StateError(f"{keys!r} and {values!r} are not the two halves of one range")
+    keys.store.halves.check_whole()
+    keys.check_current()
+    values.check_current()
+    read = keys.store.halves.cache.read(*keys.slots)
+    exact_keys, exact_values = (tensor.transpose(1, 2) for tensor in read)
+    return exact_keys.to(keys.dtype), exact_values.to(values.dtype)
+
+
+def _materialised(value: Any) -> Any:
+    """``value`` with every handle in it, lists and dicts included, replaced by its tensor."""
+    if isinstance(value, Handle):
+        return value.tensor()
+    if isinstance(value, list | tuple):
+        return type(value)(_materialised(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _materialised(item) for key, item in value.items()}
+    return value
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """What a torch function is called."""
+    return getattr(func, "__name__", repr(func))

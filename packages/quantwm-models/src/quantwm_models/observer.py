@@ -1,0 +1,34 @@
+"""Looking on while a cache works, without changing what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from quantwm_core.stream import Span
+from quantwm_kernels.chunk import SealedChunk
+
+if TYPE_CHECKING:
+    from quantwm_models.cache import LayerCache
+
+
+class CacheObserver:
+    """What a cache tells those who look on; override what is of interest.
+
+    Tensors are lent: BF16, valid during the call, not to be written. An exception passes through to the caller of the
+    cache, whose state has changed already.
+    """
+
+    def sealed(self, cache: LayerCache, chunk: SealedChunk, keys: Tensor, values: Tensor) -> None:
+        """A unit was sealed; ``keys`` and ``values`` ``[B, H, N, D]`` are its exact tokens ``chunk.start`` to ``chunk.stop``."""
+
+    def attended(self, cache: LayerCache, queries: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span]) -> None:
+        """Queries ``[B, Hq, T, D]`` attended to keys and values ``[B, H, n, D]`` as they were read.
+
+        ``spans`` are the absolute tokens of the read, in its order.
+        """
+
+    def evicted(self, cache: LayerCache, start: int, stop: int) -> None:
+        """The absolute tokens ``start`` to ``stop`` are gone."""

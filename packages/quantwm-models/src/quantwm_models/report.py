@@ -1,0 +1,67 @@
+"""What a cache holds and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """Bytes counted from storage, and times, since the cache was last cleared.
+
+    Attributes:
+        tokens: Live tokens; the sum over layers where several are totalled.
+        sealed_tokens: Those that are stored sealed.
+        sealed_bf16_nbytes: Bytes that the live sealed tokens would take as BF16.
+        sealed_nbytes: Bytes of the sealed units that hold a live token.
+        active_nbytes: Bytes of BF16 chunks: the active one, and completed ones that are not due yet.
+        state_nbytes: Bytes of query statistics.
+        workspace_nbytes: Bytes of the shared workspace, counted once where layers share it.
+        chunks_sealed: Units sealed.
+        chunks_evicted: Sealed units whose last live token was evicted.
+        seal_seconds: Time spent sealing.
+        decode_seconds: Time spent reconstructing reads.
+    """
+
+    tokens: int = 0
+    sealed_tokens: int = 0
+    sealed_bf16_nbytes: int = 0
+    sealed_nbytes: int = 0
+    active_nbytes: int = 0
+    state_nbytes: int = 0
+    workspace_nbytes: int = 0
+    chunks_sealed: int = 0
+    chunks_evicted: int = 0
+    seal_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """BF16 bytes over stored bytes of the sealed tokens; 1 while nothing is sealed.
+
+        >>> CacheReport(sealed_bf16_nbytes=600, sealed_nbytes=100, active_nbytes=100).ratio
+        6.0
+        """
+        return self.sealed_bf16_nbytes / self.sealed_nbytes if self.sealed_nbytes else 1.0
+
+    @property
+    def ratio_with_active(self) -> float:
+        """The same with the BF16 chunks on both sides.
+
+        >>> CacheReport(sealed_bf16_nbytes=600, sealed_nbytes=100, active_nbytes=100).ratio_with_active
+        3.5
+        """
+        stored = self.sealed_nbytes + self.active_nbytes
+        return (self.sealed_bf16_nbytes + self.active_nbytes) / stored if stored else 1.0
+
+
+def total(reports: Iterable[CacheReport], workspace_nbytes: int) -> CacheReport:
+    """Sum of the layers' reports; the workspace, which they share, is given apart.
+
+    >>> total([CacheReport(tokens=3, workspace_nbytes=9), CacheReport(tokens=4, workspace_nbytes=9)], 9)
+    CacheReport(tokens=7, ..., workspace_nbytes=9, ...)
+    """
+    several = list(reports)
+    sums = {field.name: sum(getattr(report, field.name) for report in several) for field in fields(CacheReport)}
+    return replace(CacheReport(**sums), workspace_nbytes=workspace_nbytes)

@@ -1,0 +1,100 @@
+"""The BF16 keys and values of one read, in memory that all layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantwm_kernels.chunk import storage_nbytes
+
+# Reads grow by a chunk at a time while a window fills: some room keeps the memory from moving with each of them.
+GROWTH = 1.25
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of a read.
+
+    Attributes:
+        source: Serial number of the stored piece that they come from; no two pieces ever share one.
+        start, stop: Absolute tokens.
+    """
+
+    source: int
+    start: int
+    stop: int
+
+
+class Workspace:
+    """Memory for the keys and values of one read at a time.
+
+    What was read last stays until the next read: a read that begins with the same segments keeps them.
+
+    Args:
+        capacity: Tokens to make room for at the first read.
+        token_major: Lay tokens before heads, ``[B, S, H, D]``, as hosts do that attend in this layout.
+    """
+
+    def __init__(self, capacity: int = 0, *, token_major: bool = False) -> None:
+        self.capacity = capacity
+        self.token_major = token_major
+        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._shapes: tuple[Sequence[int], Sequence[int]] | None = None
+        self._segments: tuple[Segment, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage."""
+        return 0 if self._buffers is None else storage_nbytes(self._buffers)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for reads of that many tokens at the next allocation."""
+        self.capacity = max(self.capacity, tokens)
+
+    def release(self) -> None:
+        """Give the memory back; tensors that a read returned keep theirs alive."""
+        self._buffers, self._shapes, self._segments = None, None, ()
+
+    def view(
+        self, keys: tuple[int, int, int], values: tuple[int, int, int], tokens: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """BF16 ``[B, H, tokens, D]`` views for keys and values; contents kept only if the memory is the same.
+
+        Args:
+            keys, values: ``(B, H, D)`` of each.
+            tokens: Tokens of the read.
+            device: Where they are needed.
+        """
+        enough = self._buffers is not None and tokens <= self._buffers[0].shape[1 if self.token_major else 2]
+        if not enough or self._shapes != (keys, values) or self._buffers is None or self._buffers[0].device != device:
+            capacity = max(self.capacity, tokens if self._buffers is None else int(GROWTH * tokens))
+            self.release()
+            self._buffers = (self._allocate(keys, capacity, device), self._allocate(values, capacity, device))
+            self._shapes, self.capacity = (keys, values), capacity
+        first, second = (
+            buffer[:, :tokens].transpose(1, 2) if self.token_major else buffer[:, :, :tokens]
+            for buffer in self._buffers
+        )
+        return first, second
+
+    def kept(self, segments: Sequence[Segment]) -> int:
+        """How many leading ``segments`` the memory holds already, at the same place."""
+        same = 0
+        for held, wanted in zip(self._segments, segments, strict=False):
+            if held != wanted:
+                break
+            same += 1
+        return same
+
+    def holds(self, segments: Sequence[Segment]) -> None:
+        """State what the memory holds from now on."""
+        self._segments = tuple(segments)
+
+    def _allocate(self, shape: tuple[int, int, int], capacity: int, device: torch.device) -> Tensor:
+        batch, heads, channels = shape
+        sizes = (batch, capacity, heads, channels) if self.token_major else (batch, heads, capacity, channels)
+        # A tensor born in inference mode could not be written outside of it, and the next video may run there.
+        with torch.inference_mode(False):
+            return torch.empty(sizes, dtype=torch.bfloat16, device=device)

@@ -1,0 +1,182 @@
+"""A call that fails says what and where, and leaves the cache exactly as it was."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantwm_core.errors import (
+    DeviceError,
+    DomainError,
+    DtypeError,
+    ParameterError,
+    QuantWMError,
+    RangeError,
+    ShapeError,
+    StateError,
+    UnknownNameError,
+)
+from quantwm_core.method import scheme
+from quantwm_models import LayerCache
+from tests.models.chunks import chunk, fill, normal, snapshot
+
+
+def spoiled(kind: str, value: float, tokens: int = 16) -> tuple[Tensor, Tensor]:
+    keys, values = chunk(50, tokens)
+    (keys if kind == "keys" else values)[0, 1, 2, 3] = value
+    return keys, values
+
+
+def unchanged(cache: LayerCache, call: Callable[[], object], error: type[QuantWMError], message: str) -> None:
+    """The call raises the error and the cache is what it was, to the byte and the object."""
+    before, read = snapshot(cache), [tensor.clone() for tensor in cache.read()]
+    with pytest.raises(error, match=message) as caught:
+        call()
+    assert type(caught.value) is error
+    assert snapshot(cache) == before
+    assert all(torch.equal(one, two) for one, two in zip(cache.read(), read, strict=True))
+
+
+@pytest.mark.parametrize("method", ["quantwm", "qvg", "kivi", "rtn", "bf16"])
+@pytest.mark.parametrize("kind", ["keys", "values"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2.0**61])
+def test_a_chunk_that_cannot_be_sealed(method: str, kind: str, value: float) -> None:
+    more: dict[str, Any] = {"residual_length": 0} if method == "kivi" else {}
+    cache = LayerCache(method, layer=3, **more)
+    fill(cache, 4)
+    cache.append(*spoiled(kind, value))
+    cache.observe(normal(1, 2, 8, 16))
+    before = snapshot(cache)
+    calls: list[Callable[[], None]] = [lambda: cache.append(*chunk(5)), cache.seal, lambda: cache.evict(70, 75)]
+    for call in calls:
+        with pytest.raises(DomainError, match=rf"^layer 3: chunk 4: {kind}: 1 of"):
+            call()
+        assert snapshot(cache) == before
+    cache.overwrite(*chunk(4))
+    cache.append(*chunk(5))
+    assert cache.report().chunks_sealed == 5
+
+
+def test_a_unit_of_several_chunks_is_sealed_whole_or_not_at_all() -> None:
+    cache = LayerCache("quantwm", layer=2, chunks_per_seal=3, sink=4, window=200)
+    fill(cache, 5)
+    cache.append(*spoiled("values", float("nan")))
+    unchanged_parts = snapshot(cache)
+    with pytest.raises(DomainError, match="layer 2: chunks 3 to 5: values"):
+        cache.append(*chunk(6))
+    assert snapshot(cache) == unchanged_parts
+
+
+def test_the_sinks_unit_is_not_kept_when_the_rest_of_the_chunk_fails() -> None:
+    cache = LayerCache("rtn", sink=2)
+    keys, values = spoiled("keys", float("nan"))
+    keys[0, 1, 2, 3], keys[0, 0, 9, 0] = 0.0, float("nan")
+    cache.append(keys, values)
+    before = snapshot(cache)
+    with pytest.raises(DomainError):
+        cache.append(*chunk(1))
+    assert snapshot(cache) == before
+
+
+def test_a_chunk_that_is_evicted_before_it_is_due_may_hold_anything() -> None:
+    cache = LayerCache("quantwm")
+    cache.append(*spoiled("keys", float("nan")))
+    cache.evict(0, 16)
+    cache.append(*chunk(1))
+    cache.seal()
+    assert cache.report().chunks_sealed == 1
+
+
+BAD_CHUNKS: list[tuple[Callable[[], tuple[Tensor, Tensor]], type[QuantWMError], str]] = [
+    (lambda: chunk(1, 0), ShapeError, "an empty chunk"),
+    (lambda: (normal(1, 2, 16, 16)[0], normal(1, 2, 16, 16)[0]), ShapeError, r"need \[B, H, N, D\]"),
+    (lambda: (chunk(1, 16)[0], chunk(1, 15)[1]), ShapeError, "same B, H and N"),
+    (lambda: chunk(1, heads=3), ShapeError, "after chunks of"),
+    (lambda: chunk(1, batch=2), ShapeError, "after chunks of"),
+    (lambda: chunk(1, channels=32), ShapeError, "after chunks of"),
+    (lambda: (chunk(1)[0].double(), chunk(1)[1]), DtypeError, "keys: got torch.float64"),
+    (lambda: (chunk(1)[0], chunk(1)[1].int()), DtypeError, "values: got torch.int32"),
+    (lambda: (chunk(1)[0].requires_grad_(True), chunk(1)[1]), StateError, r"keys: .*requires grad.*no_grad"),
+    (lambda: (chunk(1)[0], chunk(1)[1].requires_grad_(True)), StateError, "values: .*requires grad"),
+    (lambda: (chunk(1)[0].to("meta"), chunk(1)[1]), DeviceError, "keys: .*on meta"),
+    (lambda: (chunk(1)[0], chunk(1)[1].to("meta")), DeviceError, "values: .*on meta"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), BAD_CHUNKS)
+def test_bad_chunks(make: Callable[[], tuple[Tensor, Tensor]], error: type[QuantWMError], message: str) -> None:
+    cache = LayerCache("quantwm", layer=7)
+    fill(cache, 3)
+    for method in (cache.append, cache.overwrite):
+        unchanged(cache, lambda method=method: method(*make()), error, rf"^layer 7: .*{message}")  # type: ignore[misc]  # a default binds the loop's value
+
+
+@pytest.mark.parametrize(
+    ("queries", "error", "message"),
+    [
+        (normal(1, 3, 8, 16), ShapeError, "multiple of 2"),
+        (normal(2, 2, 8, 16), ShapeError, r"need \[1, "),
+        (normal(1, 2, 8, 32), ShapeError, "16"),
+        (normal(2, 8, 16), ShapeError, "got"),
+        (normal(1, 2, 8, 16).double(), DtypeError, "float64"),
+        (normal(1, 2, 0, 16), ShapeError, "no element"),
+        (torch.full((1, 2, 8, 16), float("nan")), DomainError, "NaN"),
+        (normal(1, 2, 8, 16).requires_grad_(True), StateError, "requires grad"),
+    ],
+)
+def test_bad_queries(queries: Tensor, error: type[QuantWMError], message: str) -> None:
+    cache = LayerCache("quantwm", layer=1)
+    fill(cache, 3)
+    unchanged(cache, lambda: cache.observe(queries), error, rf"^layer 1: queries: .*{message}")
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 49), (-1, 5), (7, 3), (49, 49), (50, 60)])
+def test_ranges_outside_the_window(start: int, stop: int) -> None:
+    cache = LayerCache("rtn", layer=4)
+    fill(cache, 3)
+    unchanged(cache, lambda: cache.read(start, stop), RangeError, r"^layer 4: window tokens .* need 0 <= start")
+    unchanged(cache, lambda: cache.evict(start, stop), RangeError, "^layer 4: window tokens")
+    unchanged(cache, lambda: cache.attend(normal(1, 2, 3, 16), start, stop), RangeError, "^layer 4")
+
+
+def test_calls_in_the_wrong_order() -> None:
+    cache = LayerCache("rtn", layer=4)
+    for call in (cache.read, lambda: cache.observe(normal(1, 2, 3, 16))):
+        with pytest.raises(StateError, match=r"^layer 4.*append keys and values first"):
+            call()
+    with pytest.raises(StateError, match="no chunk is active"):
+        cache.overwrite(*chunk(0))
+    cache.seal()
+    cache.append(*chunk(0))
+    cache.seal()
+    unchanged(cache, lambda: cache.overwrite(*chunk(1)), StateError, "no chunk is active")
+    cache.append(*chunk(1))
+    unchanged(cache, lambda: cache.overwrite(*chunk(1, 12)), ShapeError, "16 tokens, 12 came")
+
+
+def test_a_chunk_that_the_window_cannot_hold() -> None:
+    cache = LayerCache("rtn", sink=4, window=24)
+    fill(cache, 2, tokens=10)
+    unchanged(cache, lambda: cache.append(*chunk(3, 21)), RangeError, "window 24 less sink 4")
+    cache.append(*chunk(3, 20))
+    assert cache.tokens == 24
+
+
+def test_head_sizes_that_groups_do_not_divide() -> None:
+    cache = LayerCache("quantwm", layer=5)
+    cache.append(*chunk(0, channels=18))
+    with pytest.raises(ShapeError, match="layer 5: chunk 0: head dimension 18"):
+        cache.seal()
+
+
+def test_settings_that_make_no_sense() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown method 'qgv'; did you mean 'qvg'\?"):
+        LayerCache("qgv")
+    with pytest.raises(ParameterError, match="has no parameter 'rnk'"):
+        LayerCache("quantwm", rnk=4)
+    with pytest.raises(ParameterError, match="beside a ready scheme"):
+        LayerCache(scheme("rtn"), rank=4)
+    with pytest.raises(ParameterError, match="window 4"):
+        LayerCache("rtn", sink=4, window=4)

@@ -1,0 +1,329 @@
+"""What a cache gives back, holds and reports."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from quantwm_core import methods
+from quantwm_core.method import decode, scheme
+from quantwm_core.stream import Span
+from quantwm_kernels.bridge import to_numpy
+from quantwm_kernels.chunk import SealedChunk
+from quantwm_models import CacheObserver, LayerCache, Workspace
+from tests.models.chunks import bits, chunk, fill, normal
+
+METHODS = methods.names()
+
+
+def history(count: int, tokens: int = 16, **shape: int) -> tuple[Tensor, Tensor]:
+    """All keys and all values of the first chunks."""
+    parts = [chunk(number, tokens, **shape) for number in range(count)]
+    return torch.cat([part[0] for part in parts], 2), torch.cat([part[1] for part in parts], 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    per_seal=st.integers(1, 3),
+    sink=st.integers(0, 6),
+    room=st.none() | st.integers(9, 25),
+    overwrites=st.integers(0, 2),
+    bounds=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_bf16_reads_equal_a_plain_tensor_that_slides(
+    lengths: list[int],
+    per_seal: int,
+    sink: int,
+    room: int | None,
+    overwrites: int,
+    bounds: tuple[float, float],
+) -> None:
+    window = None if room is None else sink + room
+    cache = LayerCache("bf16", chunks_per_seal=per_seal, sink=sink, window=window)
+    keys, values = (torch.zeros(1, 2, 0, 16, dtype=torch.bfloat16) for _ in range(2))
+    for number, length in enumerate(lengths):
+        if window is not None and keys.shape[2] + length > window:
+            gone = slice(sink, sink + keys.shape[2] + length - window)
+            keys, values = (
+                torch.cat([each[:, :, : gone.start], each[:, :, gone.stop :]], 2) for each in (keys, values)
+            )
+        cache.append(*chunk(100 + number, length))
+        for step in range(overwrites):
+            cache.overwrite(*chunk(1000 * step + number, length))
+        last = chunk(number if not overwrites else 1000 * (overwrites - 1) + number, length)
+        last = last if overwrites else chunk(100 + number, length)
+        keys, values = torch.cat([keys, last[0]], 2), torch.cat([values, last[1]], 2)
+        start, stop = sorted(round(bound * cache.tokens) for bound in bounds)
+        for begin, end in ((0, cache.tokens), (start, stop)):
+            read = cache.read(begin, end)
+            assert bits(read[0]) == bits(keys[:, :, begin:end])
+            assert bits(read[1]) == bits(values[:, :, begin:end])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_read_is_what_core_decodes(name: str) -> None:
+    cache = LayerCache(name)
+    fill(cache, 12)
+    read = cache.read()
+    offset = 0
+    for unit in cache.chunks:
+        for ours, theirs in zip(read, decode(unit.to_core()), strict=True):
+            assert to_numpy(ours[:, :, offset : offset + unit.tokens]).tobytes() == theirs.tobytes()
+        offset += unit.tokens
+    assert offset == cache.tokens - max(16, cache.scheme.recent_tokens + 16)
+    exact = history(12)
+    for half, original in zip(read, exact, strict=True):
+        assert torch.equal(half[:, :, offset:], original[:, :, offset:])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_chunk_is_sealed_as_core_would_with_the_queries_before_it(name: str) -> None:
+    from quantwm_core import statistics
+
+    cache = LayerCache(name, chunks_per_seal=2)
+    fill(cache, 9, tokens=70)
+    plan, past, begin = cache.scheme, statistics.QueryStatistics(), 0
+    for unit in cache.chunks:
+        keys, values = (to_numpy(each[:, :, unit.start : unit.stop].contiguous()) for each in history(9, 70))
+        while begin + 140 <= unit.start:
+            for number in (begin // 70, begin // 70 + 1):
+                past = past.observe(statistics.second_moment(to_numpy(normal(1, 4, 8, 16, seed=1000 + number)), 2))
+            past, begin = past.sealed(), begin + 140
+        expected = plan.seal(keys, values, past.past, start=unit.start)
+        for kind in ("keys", "values"):
+            ours, theirs = getattr(unit, kind).arrays, getattr(expected, kind).arrays
+            assert list(ours) == list(theirs)
+            assert all(to_numpy(ours[part]).tobytes() == theirs[part].tobytes() for part in theirs)
+    assert len(cache.chunks) >= 3
+
+
+def test_the_newest_tokens_of_kivi_stay_exact_across_units() -> None:
+    cache = LayerCache("kivi", residual_length=20)
+    fill(cache, 5)
+    assert cache.stream.units == (Span(0, 12), Span(12, 28), Span(28, 44))
+    for ours, theirs in zip(cache.read(44), history(5), strict=True):
+        assert torch.equal(ours, theirs[:, :, 44:])
+    assert cache.report().active_nbytes == 2 * 2 * 2 * 16 * 36
+
+
+def test_a_sink_cuts_units_so_that_the_rest_can_be_freed() -> None:
+    cache = LayerCache("rtn", sink=6, window=54)
+    fill(cache, 6)
+    assert cache.stream.live == (Span(0, 6), Span(48, 96))
+    assert [(unit.start, unit.stop) for unit in cache.chunks] == [(0, 6), (48, 64), (64, 80)]
+
+
+def test_partial_eviction_keeps_a_unit_until_its_last_token_is_gone() -> None:
+    cache = LayerCache("bf16")
+    fill(cache, 4)
+    cache.evict(3, 20)
+    assert cache.stream.live == (Span(0, 3), Span(20, 64))
+    assert cache.report().chunks_evicted == 0
+    keys, values = history(4)
+    left = torch.cat([keys[:, :, :3], keys[:, :, 20:]], 2)
+    assert torch.equal(cache.read()[0], left)
+    cache.evict(0, 3)
+    assert cache.report().chunks_evicted == 1
+    assert torch.equal(cache.read(1, 30)[1], values[:, :, 21:50])
+
+
+def test_evicting_from_the_active_chunk_completes_it() -> None:
+    cache = LayerCache("bf16")
+    fill(cache, 2)
+    cache.evict(10, 20)
+    assert cache.stream.active_span is None
+    assert [(unit.start, unit.stop) for unit in cache.chunks] == [(0, 16), (20, 32)]
+    cache.append(*chunk(2))
+    assert torch.equal(cache.read()[0], torch.cat([history(3)[0][:, :, :10], history(3)[0][:, :, 20:]], 2))
+
+
+def test_everything_can_be_evicted_and_the_stream_goes_on() -> None:
+    cache = LayerCache("quantwm")
+    fill(cache, 2)
+    cache.evict(0, 32)
+    assert cache.tokens == 0
+    assert cache.report().sealed_nbytes == cache.report().active_nbytes == 0
+    cache.append(*chunk(2))
+    assert torch.equal(cache.read()[0], chunk(2)[0])
+    assert cache.stream.active_span == Span(32, 48)
+
+
+def test_sealing_eagerly_or_lazily_gives_the_same_bytes() -> None:
+    eager, lazy = LayerCache("quantwm"), LayerCache("quantwm")
+    for number in range(4):
+        fill(eager, 1, first=number)
+        eager.seal()
+        fill(lazy, 1, first=number)
+    lazy.seal()
+    assert eager.stream.active_span is None
+    assert [bits(tensor) for unit in eager.chunks for tensor in unit.keys.arrays.values()] == [
+        bits(tensor) for unit in lazy.chunks for tensor in unit.keys.arrays.values()
+    ]
+
+
+def test_one_token_chunks_work() -> None:
+    for name in METHODS:
+        cache = LayerCache(name, chunks_per_seal=3)
+        fill(cache, 7, tokens=1)
+        keys, values = cache.read()
+        assert keys.shape == values.shape == (1, 2, 7, 16)
+        assert keys.isfinite().all()
+
+
+def test_batches_and_unlike_head_sizes() -> None:
+    cache = LayerCache("bf16")
+    keys, values = normal(3, 2, 10, 16), normal(3, 2, 10, 8, seed=1)
+    cache.append(keys, values)
+    cache.append(keys + 1, values + 1)
+    assert torch.equal(cache.read()[1], torch.cat([values, values + 1], 2))
+    assert cache.read(4, 12)[0].shape == (3, 2, 8, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_number_formats_are_rounded_to_bf16(dtype: torch.dtype) -> None:
+    precise = normal(2, 1, 2, 10, 16, dtype=torch.float32).to(dtype)
+    cache = LayerCache("bf16")
+    cache.append(*precise)
+    assert torch.equal(cache.read()[0], precise[0].bfloat16())
+    cache.overwrite(*(precise + 1))
+    assert torch.equal(cache.read()[1], (precise[1] + 1).bfloat16())
+
+
+def test_what_was_appended_may_be_changed_afterwards() -> None:
+    keys, values = chunk(0)
+    cache = LayerCache("bf16")
+    strided = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    cache.append(strided, values)
+    strided.zero_()
+    values.zero_()
+    for read, exact in zip(cache.read(), chunk(0), strict=True):
+        assert torch.equal(read, exact)
+
+
+@pytest.mark.parametrize("query_heads", [2, 6])
+def test_attend_is_attention_to_what_is_read(query_heads: int) -> None:
+    cache = LayerCache("quantwm")
+    fill(cache, 3)
+    queries = normal(1, query_heads, 9, 16, seed=5)
+    keys, values = (tensor.clone() for tensor in cache.read(4, 40))
+    keys, values = (tensor.repeat_interleave(query_heads // 2, 1) for tensor in (keys, values))
+    expected = scaled_dot_product_attention(queries, keys, values)
+    before = cache.queries.groups[-1].moment
+    output = cache.attend(queries, 4, 40)
+    assert torch.allclose(output.float(), expected.float(), atol=2e-2)
+    after = cache.queries.groups[-1].moment
+    assert before is not None
+    assert after is not None
+    assert after.queries == before.queries + 9 * query_heads // 2
+    assert cache.attend(queries.float(), 4, 40).dtype == torch.float32
+
+
+class Witness(CacheObserver):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.units: list[tuple[int, int, Tensor, Tensor]] = []
+        self.calls: list[tuple[Tensor, Tensor, list[Span]]] = []
+        self.gone: list[Span] = []
+
+    def sealed(self, cache: LayerCache, chunk: SealedChunk, keys: Tensor, values: Tensor) -> None:
+        self.units.append((chunk.start, chunk.stop, keys.clone(), values.clone()))
+
+    def attended(self, cache: LayerCache, queries: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span]) -> None:
+        self.calls.append((queries, keys.clone(), list(spans)))
+
+    def evicted(self, cache: LayerCache, start: int, stop: int) -> None:
+        self.gone.append(Span(start, stop))
+
+
+def test_observers_are_told_exactly_what_happens() -> None:
+    witness = Witness()
+    cache = LayerCache("rtn", sink=4, window=36, observers=[witness])
+    fill(cache, 4, queries=False)
+    cache.attend(normal(1, 2, 3, 16), 2, 30)
+    keys, values = history(4)
+    assert [unit[:2] for unit in witness.units] == [(0, 4), (4, 16), (16, 32), (32, 48)]
+    for start, stop, exact_keys, exact_values in witness.units:
+        assert torch.equal(exact_keys, keys[:, :, start:stop])
+        assert torch.equal(exact_values, values[:, :, start:stop])
+    assert witness.gone == [Span(4, 16), Span(16, 32)]
+    assert witness.calls[0][2] == [Span(2, 4), Span(32, 48), Span(48, 58)]
+    assert torch.equal(witness.calls[0][1], cache.read(2, 30)[0])
+    cache.clear()
+    assert witness.gone[2:] == [Span(0, 4), Span(32, 64)]
+
+
+def test_the_report_counts_storage() -> None:
+    cache = LayerCache("quantwm", chunks_per_seal=2)
+    fill(cache, 5)
+    report = cache.report()
+    assert report.tokens == 80
+    assert report.sealed_tokens == 64
+    assert report.sealed_nbytes == sum(unit.nbytes for unit in cache.chunks) > 0
+    shape = (1, 2, 32, 16)
+    plan = cache.scheme
+    expected = sum(
+        plan.keys.nbytes("keys", shape, first) + plan.values.nbytes("values", shape, first) for first in (True, False)
+    )
+    assert report.sealed_nbytes == expected
+    assert report.active_nbytes == 2 * 2 * 2 * 16 * 16
+    assert report.state_nbytes == 2 * 4 * 2 * 16 * 16
+    assert report.sealed_bf16_nbytes == 2 * 2 * 2 * 64 * 16
+    assert report.ratio == report.sealed_bf16_nbytes / report.sealed_nbytes
+    assert (report.chunks_sealed, report.chunks_evicted) == (2, 0)
+    assert report.workspace_nbytes == 0
+    cache.read()
+    assert cache.report().workspace_nbytes == 2 * 2 * 2 * 80 * 16
+    assert cache.report().decode_seconds > 0
+    assert cache.report().seal_seconds == report.seal_seconds > 0
+    cache.clear()
+    assert cache.report() == type(report)(workspace_nbytes=2 * 2 * 2 * 80 * 16)
+
+
+def test_bf16_storage_of_sealed_chunks_is_released() -> None:
+    cache = LayerCache("rtn")
+    fill(cache, 30)
+    assert cache.report().active_nbytes == 2 * 2 * 2 * 16 * 16
+    assert cache.report().sealed_nbytes < cache.report().sealed_bf16_nbytes / 3
+
+
+def test_a_method_that_uses_no_queries_is_spared_their_statistics() -> None:
+    cache = LayerCache("rtn")
+    fill(cache, 3)
+    assert cache.report().state_nbytes == 0
+    mixed = LayerCache(scheme("quantwm", values="rtn"))
+    fill(mixed, 3)
+    assert mixed.report().state_nbytes > 0
+
+
+def test_restart_is_a_fresh_cache() -> None:
+    used, fresh = LayerCache("quantwm"), LayerCache("quantwm")
+    fill(used, 3)
+    used.restart(*chunk(7, 20, channels=32))
+    used.observe(normal(1, 2, 8, 32))
+    fresh.append(*chunk(7, 20, channels=32))
+    fresh.observe(normal(1, 2, 8, 32))
+    for cache in (used, fresh):
+        cache.append(*chunk(8, 20, channels=32))
+        cache.append(*chunk(9, 20, channels=32))
+    assert bits(used.read()[0]) == bits(fresh.read()[0])
+    assert used.report().chunks_sealed == 2
+
+
+def test_inference_mode_and_no_grad_may_alternate() -> None:
+    cache = LayerCache("quantwm", workspace=Workspace(64))
+    with torch.inference_mode():
+        fill(cache, 2)
+        first = cache.read()[0].clone()
+    with torch.no_grad():
+        assert torch.equal(cache.read()[0], first)
+        fill(cache, 2, first=2)
+        cache.read()
+    with torch.inference_mode():
+        fill(cache, 1, first=4)
+        assert cache.read()[0].shape[2] == 80

@@ -1,0 +1,80 @@
+"""Nothing is published here without a namesake in quantwm-core, and no GPU kernel without a parity test."""
+
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch._library.custom_ops import CustomOpDef
+
+import quantwm_core
+import quantwm_kernels
+from tests.parity.gate import missing_tests
+
+MODULES = {
+    info.name.partition(".")[2]: importlib.import_module(info.name)
+    for info in pkgutil.walk_packages(quantwm_kernels.__path__, "quantwm_kernels.")
+}
+# What exists only because tensors do.
+WITHOUT_NAMESAKE = {
+    "bridge": "crosses between torch and NumPy",
+    "methods.decode_into": "core returns an array, a workspace is written in place",
+    "methods.seal": "a method of core's Method, which here is a function",
+    "methods.seal_chunk": "a method of core's Scheme, which here is a function",
+    "chunk.storage_nbytes": "a tensor's storage may exceed the tensor",
+}
+
+
+def operators(module: ModuleType) -> dict[str, CustomOpDef]:
+    """Operators that a module registers, by name."""
+    found = [value for value in vars(module).values() if isinstance(value, CustomOpDef)]
+    return {operator._name: operator for operator in found}
+
+
+def published(module: ModuleType) -> list[str]:
+    """Public functions and classes that a module defines, less the shape rules."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if (inspect.isfunction(value) or inspect.isclass(value))
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
+        and not name.endswith(("_shape", "_shapes"))
+    ]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_is_published_has_a_namesake(name: str) -> None:
+    if name in WITHOUT_NAMESAKE:
+        pytest.skip(WITHOUT_NAMESAKE[name])
+    namesake = importlib.import_module(f"{quantwm_core.__name__}.{name}")
+    absent = [
+        each
+        for each in published(MODULES[name])
+        if f"{name}.{each}" not in WITHOUT_NAMESAKE and not hasattr(namesake, each)
+    ]
+    assert absent == []
+
+
+def test_exceptions_are_still_needed() -> None:
+    everything = set(MODULES) | {f"{name}.{each}" for name, module in MODULES.items() for each in published(module)}
+    assert WITHOUT_NAMESAKE.keys() <= everything
+
+
+def test_every_module_of_operators_was_found() -> None:
+    found = {name for name, module in MODULES.items() if operators(module)}
+    assert found >= {"packing", "scales", "affine", "codebook", "statistics", "qsac", "psac", "attention", "methods"}
+
+
+def test_every_gpu_kernel_has_a_parity_test() -> None:
+    kernels = [
+        (name, operator)
+        for name, module in MODULES.items()
+        for operator, definition in operators(module).items()
+        if torch._C._dispatch_has_kernel_for_dispatch_key(definition._qualname, "CUDA")
+    ]
+    tests = {path.stem.removeprefix("test_"): path.read_text() for path in Path(__file__).parent.glob("test_*.py")}
+    assert missing_tests(kernels, tests) == []
