@@ -1,0 +1,97 @@
+"""Make the data and the picture of chapter 3: ``python docs/course/make_data.py`` (needs quantwm-eval).
+
+Writes ``data/room.safetensors`` (keys, values and queries of one head, and the frames they belong to) while the demo
+world model turns away from a ball and back, and draws ``../images/selection.png`` from it.
+"""
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import ml_dtypes
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from quantwm_core import archive, attention, scheme
+from quantwm_core.chunk import read_arrays, write_arrays
+from quantwm_eval.demo import episodes, sampler
+from quantwm_eval.demo import model as world_model
+
+HERE = Path(__file__).parent
+DATA, PICTURE = HERE / "data" / "room.safetensors", HERE.parent / "images" / "selection.png"
+SEED, DEGREES, LAYER, HEAD, CHUNKS = 2_000_003, 60, 4, 1, 7
+CHUNK, FRAME, GRID, PATCH = 256, 64, 8, 8
+
+
+def record() -> None:
+    """Generate, and keep what one head writes and asks in the clean pass of every chunk."""
+    world = sampler.load()
+    seeds = torch.tensor([SEED])
+    episode = episodes.look_away(seeds, DEGREES)
+    calls: list[tuple[torch.Tensor, ...]] = []
+    native = world_model.attention
+
+    def listening(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        calls.append(tuple(part[0, -CHUNK:, HEAD].clone() for part in (q, k, v)))
+        return native(q, k, v)
+
+    world_model.attention = listening
+    try:
+        video = world.generate(episode.video[:, :4], episode.actions, seeds=[SEED], steps=2)
+    finally:
+        world_model.attention = native
+    layers = len(world.model.blocks)
+    passes = [0, *range(3, 3 * CHUNKS, 3)]  # the prefill, then the third call of every chunk: the clean pass
+    parts = zip(*(calls[layers * number + LAYER] for number in passes), strict=True)
+    arrays = {
+        name: torch.cat(part).view(torch.int16).numpy().view(ml_dtypes.bfloat16)[None, None]
+        for name, part in zip(("queries", "keys", "values"), parts, strict=True)
+    }
+    frames = torch.cat([episode.video[0, :4], video[0]])[: 4 * CHUNKS].numpy()
+    write_arrays(DATA, arrays | {"frames": frames}, {"layer": str(LAYER), "head": str(HEAD), "seed": str(SEED)})
+
+
+def draw() -> None:
+    """Of the colourful patches whose query two bits mislead and QuantWM does not, the one that is surest when exact."""
+    arrays, _ = read_arrays(DATA)
+    frames = arrays.pop("frames")
+    dump = archive.Dump(**arrays)
+    past = CHUNK * (CHUNKS - 1)
+    queries = dump.queries[:, :, past:] if dump.queries is not None else dump.keys
+    restored = {
+        name: archive.restore(archive.compress(dump, scheme(name, chunks_per_seal=2), CHUNK)) for name in ("qvg", "quantwm")
+    }
+    scores = {"exact": attention.logits(queries, dump.keys[:, :, :past])[0, 0]}
+    scores |= {name: attention.logits(queries, part.keys[:, :, :past])[0, 0] for name, part in restored.items()}
+    winner = {name: score.argmax(-1) for name, score in scores.items()}
+    far = np.abs(winner["qvg"] // FRAME - winner["exact"] // FRAME) > 3
+    misled = far & (winner["quantwm"] == winner["exact"])
+    weight = attention.softmax(scores["exact"]).max(-1) * misled * colourful(frames[past // FRAME :])
+    query = int(weight.argmax())
+    _, axes = plt.subplots(1, 4, figsize=(11, 3.2), constrained_layout=True)
+    titles = ("asks", "selects, exact", "selects, 2 bits (QVG)", "selects, 2 bits (QuantWM)")
+    tokens = (past + query, *(int(winner[name][query]) for name in ("exact", "qvg", "quantwm")))
+    for axis, title, token in zip(axes, titles, tokens, strict=True):
+        show(axis, frames[token // FRAME], token % FRAME, f"{title}\nframe {token // FRAME}")
+    plt.savefig(PICTURE, dpi=120, bbox_inches="tight")
+
+
+def colourful(frames: np.ndarray) -> np.ndarray:
+    """Whether a patch is of a colour, one flag a token: balls, the window, the picture."""
+    patches = frames.reshape(len(frames), GRID, PATCH, GRID, PATCH, 3).swapaxes(2, 3).astype(float).mean(axis=(3, 4))
+    return (patches.max(-1) - patches.min(-1) > 90).ravel()
+
+
+def show(axis: Axes, frame: np.ndarray, patch: int, title: str) -> None:
+    """A frame with one patch framed."""
+    axis.imshow(frame, interpolation="nearest")
+    row, column = divmod(patch, GRID)
+    corner = (column * PATCH - 0.5, row * PATCH - 0.5)
+    axis.add_patch(Rectangle(corner, PATCH, PATCH, fill=False, edgecolor="yellow", linewidth=2.5))
+    axis.set_title(title, fontsize=11)
+    axis.set_axis_off()
+
+
+if __name__ == "__main__":
+    record()
+    draw()
