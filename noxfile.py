@@ -81,7 +81,7 @@ def tests(session: nox.Session, package: str) -> None:
     last = package == PACKAGES[-1]
     install(session, *group("test"), *(group("eval") if last else []), through=package, extra="flow" if last else "")
     # What concerns all four runs where all four are.
-    everything = existing("tests/test_*.py", "docs/**/*.md", without="docs/course/*") if last else []
+    everything = existing("tests/test_*.py", "README.md", "docs/**/*.md", without="docs/course/*") if last else []
     paths = [f"tests/{package}", f"packages/quantwm-{package}/src", f"packages/quantwm-{package}/README.md"]
     arguments = (*TWO_PROCESSES, *EXAMPLES, "--doctest-modules", *paths, *everything)
     pytest(session, *arguments, **ONE_THREAD)
@@ -100,9 +100,9 @@ def parity(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Run the examples of the README and of the course, with quantwm-core alone and warnings as errors."""
+    """Run the examples of the course, with quantwm-core alone and warnings as errors."""
     install(session, *group("test"), through="core")
-    pytest(session, *EXAMPLES, "README.md", *existing("docs/course/*.md"))
+    pytest(session, *EXAMPLES, *existing("docs/course/*.md"))
 
 
 @nox.session
@@ -118,7 +118,7 @@ def typing(session: nox.Session) -> None:
     """Check the types of the sources, the tests and this file, strictly."""
     tools = [*group("typing"), *group("test"), *group("eval")]
     install(session, *tools, through="eval", extra="flow")
-    session.run("mypy", *existing("packages/*/src", "tests", "benchmarks", "noxfile.py"))
+    session.run("mypy", *existing("packages/*/src", "tests", "benchmarks", "docs/course/*.py", "noxfile.py"))
 
 
 @nox.session

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+
 from quantwm_core import archive, attention, scheme
 from quantwm_core.chunk import read_arrays, write_arrays
 from quantwm_eval.demo import episodes, sampler
@@ -59,7 +60,8 @@ def draw() -> None:
     past = CHUNK * (CHUNKS - 1)
     queries = dump.queries[:, :, past:] if dump.queries is not None else dump.keys
     restored = {
-        name: archive.restore(archive.compress(dump, scheme(name, chunks_per_seal=2), CHUNK)) for name in ("qvg", "quantwm")
+        name: archive.restore(archive.compress(dump, scheme(name, chunks_per_seal=2), CHUNK))
+        for name in ("qvg", "quantwm")
     }
     scores = {"exact": attention.logits(queries, dump.keys[:, :, :past])[0, 0]}
     scores |= {name: attention.logits(queries, part.keys[:, :, :past])[0, 0] for name, part in restored.items()}

@@ -136,6 +136,9 @@ class Negated:
     name = "negated"
     recent_tokens = 0
 
+    def uses_queries(self, kind: Kind) -> bool:
+        return False
+
     def array_names(self, kind: Kind) -> tuple[str, ...]:
         return ("absent", "negative", "count")
 

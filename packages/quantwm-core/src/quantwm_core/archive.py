@@ -17,7 +17,7 @@ from quantwm_core import domain, method, methods
 from quantwm_core.chunk import SealedChunk
 from quantwm_core.errors import FormatError, ParameterError, ShapeError
 from quantwm_core.method import Scheme
-from quantwm_core.statistics import QueryStatistics, second_moment
+from quantwm_core.statistics import QueryMoment, QueryStatistics, second_moment
 from quantwm_core.stream import Stream
 
 _NAME = re.compile(r"(?:layer\.(\d+)\.)?(keys|values|queries)")
@@ -84,10 +84,14 @@ def compress(dump: Dump, scheme: Scheme, chunk_tokens: int, layer: int = 0) -> l
         raise ParameterError(f"chunk of {chunk_tokens} tokens: need at least 1")
     _check(dump, chunk_tokens, layer)
     statistics = QueryStatistics()
+    pasts: list[tuple[int, QueryMoment | None]] = []  # what was known when each group of chunks began
     chunks: list[SealedChunk] = []
     stream = Stream(scheme.chunks_per_seal, scheme.recent_tokens)
     tokens = dump.keys.shape[2]
-    for begin in range(0, tokens, chunk_tokens):
+    for number, begin in enumerate(range(0, tokens, chunk_tokens)):
+        if number % scheme.chunks_per_seal == 0:
+            statistics = statistics.sealed(scheme.decay)
+            pasts.append((begin, statistics.past))
         end = min(begin + chunk_tokens, tokens)
         stream = stream.append(end - begin).complete()
         if dump.queries is not None:
@@ -95,9 +99,8 @@ def compress(dump: Dump, scheme: Scheme, chunk_tokens: int, layer: int = 0) -> l
         for unit in stream.due():
             label = f"layer {layer}, tokens {unit.start} to {unit.stop}"
             keys, values = dump.keys[:, :, slice(*unit)], dump.values[:, :, slice(*unit)]
-            before = chunks[-1] if chunks else None
-            chunks.append(scheme.seal(keys, values, statistics.past, before, unit.start, label))
-            statistics = statistics.sealed(scheme.decay)
+            past = next(known for start, known in reversed(pasts) if start <= unit.start)
+            chunks.append(scheme.seal(keys, values, past, chunks[-1] if chunks else None, unit.start, label))
         stream = stream.sealed()
     if stream.sealed_end < tokens:
         plain = replace(scheme, keys=methods.get("bf16"), values=methods.get("bf16"))

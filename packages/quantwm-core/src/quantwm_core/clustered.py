@@ -18,7 +18,7 @@ def gather(
 ) -> Float32[np.ndarray, "*streams tokens channels"]:
     """Each token's centroid in FP32.
 
-    >>> gather(np.float32([[[1.0], [2.0]]]), np.uint8([[1, 0, 1]])).ravel()
+    >>> gather(np.array([[[1.0], [2.0]]], "bfloat16"), np.uint8([[1, 0, 1]])).ravel()
     array([2., 1., 2.], dtype=float32)
     """
     return np.take_along_axis(centroids.astype(np.float32), index[..., None].astype(np.int64), axis=-2)

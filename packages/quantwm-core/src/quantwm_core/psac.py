@@ -98,7 +98,7 @@ def encode(
             below this are set to zero.
 
     >>> code = encode(
-    ...     np.float32([[[1.0, 7.0], [-0.5, 0.0]]]), np.float32([[[1.0], [0.0]]]).astype(BF16), np.ones((1, 1))
+    ...     np.float32([[[1.0, 7.0], [-0.5, 0.0]]]), np.float32([[[1.0], [0.0]]]).astype(BF16), np.ones((1, 1), np.float32)
     ... )
     >>> code.dense.ravel(), code.layout.size
     (array([126, -63], dtype=int8), 0)
@@ -119,7 +119,7 @@ def decode(
 ) -> Float32[np.ndarray, "*streams tokens rank"]:
     """Coefficients ``A^`` of tokens ``start`` to ``stop`` of a unit of ``tokens``, FP32.
 
-    >>> code = encode(np.float32([[[1.0], [0.5]]]), np.float32([[[1.0]]]).astype(BF16), np.ones((1, 1)))
+    >>> code = encode(np.float32([[[1.0], [0.5]]]), np.float32([[[1.0]]]).astype(BF16), np.ones((1, 1), np.float32))
     >>> decode(code, 2, start=1)
     array([[[0.49987793]]], dtype=float32)
     """

@@ -1,0 +1,157 @@
+"""What is to be measured, as a value: model x method x scenes x seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+from quantwm_core.errors import ParameterError
+from quantwm_core.method import Scheme, scheme
+from quantwm_eval import metrics
+
+Option: TypeAlias = int | float | str | bool | None
+KINDS = ("walk", "look-away")
+CONTROL = "bf16"
+
+
+@dataclass(frozen=True)
+class MethodChoice:
+    """A method with its settings.
+
+    Attributes:
+        name: Public name of the method.
+        options: Settings in the order given: fields of the method, and ``keys``, ``values``, ``preset``,
+            ``chunks_per_seal``, ``decay`` as :func:`quantwm_core.method.scheme` takes them.
+    """
+
+    name: str
+    options: tuple[tuple[str, Option], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """How results and tables call it, and what :meth:`parse` reads.
+
+        >>> MethodChoice("quantwm", (("rank", 16),)).label
+        'quantwm:rank=16'
+        """
+        return ":".join((self.name, *(f"{key}={value}" for key, value in self.options)))
+
+    @classmethod
+    def parse(cls, text: str) -> MethodChoice:
+        """Read ``name`` or ``name:option=value:...``.
+
+        Raises:
+            ParameterError: The text has another form.
+
+        >>> MethodChoice.parse("quantwm:values=bf16:rank=4").options
+        (('values', 'bf16'), ('rank', 4))
+        """
+        name, *settings = text.strip().split(":")
+        options = []
+        for setting in settings:
+            key, equals, value = setting.partition("=")
+            if not (key and equals and value):
+                raise ParameterError(f"method {text!r}: {setting!r} is not option=value, as in quantwm:rank=16")
+            options.append((key, _literal(value)))
+        if len(dict(options)) < len(options):
+            raise ParameterError(f"method {text!r}: an option is given twice")
+        return cls(name, tuple(options))
+
+    def scheme(self, chunks_per_seal: int) -> Scheme:
+        """Build what it names.
+
+        Args:
+            chunks_per_seal: Chunks per sealed unit, unless the options or their preset say otherwise.
+
+        Raises:
+            UnknownNameError: No such method.
+            ParameterError: A setting is unknown or out of range.
+        """
+        settings: dict[str, Any] = dict(self.options)
+        if "preset" not in settings:
+            settings.setdefault("chunks_per_seal", chunks_per_seal)
+        return scheme(self.name, **settings)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is generated and measured.
+
+    Attributes:
+        methods: Methods, the BF16 control first.
+        scenes: Numbers of the scenes; each is run as every kind of episode.
+        kinds: ``"walk"``: a random walk of ``frames`` frames; ``"look-away"``: turn from a ball and back.
+        frames: Generated frames of a walk.
+        degrees: Angle of the look-away test.
+        seeds: Numbers from which noise is drawn.
+        chunks_per_seal: Chunks per sealed unit where a method does not say otherwise.
+        batch: Scenes that are generated together; figures do not depend on it, times do.
+        samples: Queries per head, layer and call that the recorder scores.
+        model: The host.
+        metrics: Names of the metrics.
+    """
+
+    methods: tuple[MethodChoice, ...]
+    scenes: tuple[int, ...]
+    kinds: tuple[str, ...] = KINDS
+    frames: int = 64
+    degrees: int = 100
+    seeds: tuple[int, ...] = (0,)
+    chunks_per_seal: int = 2
+    batch: int = 4
+    samples: int = 32
+    model: str = "demo"
+    metrics: tuple[str, ...] = field(default_factory=metrics.names)
+
+    def __post_init__(self) -> None:
+        for name, entries in (
+            ("methods", self.methods),
+            ("scenes", self.scenes),
+            ("kinds", self.kinds),
+            ("seeds", self.seeds),
+        ):
+            if not entries or len(set(entries)) < len(entries):
+                raise ParameterError(f"{name}: got {len(entries)}, need at least one and none twice")
+        for name in ("frames", "chunks_per_seal", "batch", "samples"):
+            if getattr(self, name) < 1:
+                raise ParameterError(f"{name} {getattr(self, name)}: need at least 1")
+        for metric in self.metrics:
+            metrics.get(metric)
+        for method in self.methods:
+            method.scheme(self.chunks_per_seal)
+        if self.methods[0] != MethodChoice(CONTROL):
+            raise ParameterError(f"methods: the first must be {CONTROL!r}, the control; see with_control")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, methods by label."""
+        return asdict(self) | {"methods": [method.label for method in self.methods]}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Experiment:
+        """Inverse of :meth:`to_json`."""
+        settings: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in plain.items()}
+        settings["methods"] = tuple(map(MethodChoice.parse, plain["methods"]))
+        return cls(**settings)
+
+
+def with_control(methods: tuple[MethodChoice, ...]) -> tuple[MethodChoice, ...]:
+    """Put the BF16 control first, adding it where it is missing.
+
+    >>> [method.name for method in with_control((MethodChoice("kivi"),))]
+    ['bf16', 'kivi']
+    """
+    control = MethodChoice(CONTROL)
+    return (control, *(method for method in methods if method != control))
+
+
+def _literal(text: str) -> Option:
+    named: dict[str, Option] = {"true": True, "false": False, "none": None}
+    if text.lower() in named:
+        return named[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

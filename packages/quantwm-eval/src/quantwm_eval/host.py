@@ -1,0 +1,92 @@
+"""What a world model must offer to be measured; fulfilled by :mod:`quantwm_eval.demo_host`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int64
+
+from quantwm_core.method import Scheme
+from quantwm_eval.evidence import CacheBytes, Frames, LookAway
+from quantwm_models.observer import CacheObserver
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One thing to generate: where it starts, what is done, and what would truly be seen.
+
+    Attributes:
+        kind: ``"walk"`` or ``"look-away"``.
+        scene: Its number.
+        first_frames: Real frames to start from.
+        actions: One per generated frame.
+        truth: True video of the generated frames; None where there is none.
+        look_away: What the look-away test needs, for episodes of that kind.
+    """
+
+    kind: str
+    scene: int
+    first_frames: Frames
+    actions: Int64[np.ndarray, " frames"]
+    truth: Frames | None = None
+    look_away: LookAway | None = None
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What the caches of all layers cost, over the whole batch.
+
+    Attributes:
+        stored: Bytes at this moment.
+        seal_seconds: Time spent encoding so far.
+        decode_seconds: Time spent reconstructing so far.
+    """
+
+    stored: CacheBytes
+    seal_seconds: float
+    decode_seconds: float
+
+
+class Attached(Protocol):
+    """A cache that stands under a live host."""
+
+    def use(self) -> CacheUse:
+        """What it cost so far."""
+
+
+class Host(Protocol):
+    """A world model that generates episodes, with or without a quantwm cache under it."""
+
+    name: str
+    frame_rate: int
+    chunk_frames: int
+
+    def check(self, scenes: Sequence[int], frames: int, degrees: int) -> None:
+        """Raise where the model cannot do these scenes.
+
+        Raises:
+            ParameterError: There is no such scene, or the frames or the angle do not fit the model.
+        """
+
+    def episodes(self, kind: str, scenes: Sequence[int], frames: int, degrees: int) -> tuple[Episode, ...]:
+        """Make the episodes of some scenes.
+
+        Raises:
+            ParameterError: The model cannot do that many frames or that angle.
+        """
+
+    def attach(self, scheme: Scheme, observers: Sequence[CacheObserver]) -> AbstractContextManager[Attached]:
+        """Put a cache under the model for the length of a ``with`` block."""
+
+    def generate(self, episodes: Sequence[Episode], seeds: Sequence[int], progress: Callable[[], None]) -> list[Frames]:
+        """Generate a batch of episodes of equal length.
+
+        Args:
+            episodes: What to generate.
+            seeds: Noise seed of each.
+            progress: Called after every chunk.
+        """

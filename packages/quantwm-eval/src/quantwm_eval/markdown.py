@@ -1,0 +1,46 @@
+"""The report's tables as Markdown."""
+
+from __future__ import annotations
+
+from quantwm_eval import summary
+from quantwm_eval.results import Results
+from quantwm_eval.summary import Table
+
+
+def render(results: Results, headline: str) -> str:
+    """Headline, tables and provenance, to be pasted into an issue or a README."""
+    source = results.provenance
+    tables = [summary.main_table(results), *(summary.detail_table(results, kind) for kind in results.experiment.kinds)]
+    versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
+    warning = (
+        [] if results.valid else ["**INVALID: a BF16 control differed from its reference; no figure here counts.**"]
+    )
+    parts = [
+        f"# {headline}",
+        *warning,
+        *(f"## {table.title}\n\n{grid(table)}" for table in tables),
+        "Mean over scenes, 95 % interval in parentheses; best compressed method in bold.",
+        f"`{source.command}`\n\n{source.date}, {source.platform}, {source.threads} threads; {versions}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def grid(table: Table) -> str:
+    """One table.
+
+    >>> print(grid(Table("Any", ("PSNR, dB ↑",), (("kivi", (summary.Entry("25.10", "", True),)),))))
+    | method | PSNR, dB ↑ |
+    |---|---|
+    | kivi | **25.10** |
+    """
+    rows: list[tuple[str, ...]] = [("method", *table.heads), ("---",) * (len(table.heads) + 1)]
+    for label, entries in table.rows:
+        cells = [f"**{entry.text}**" if entry.best else entry.text for entry in entries]
+        rows.append(
+            (label, *(f"{cell} ({e.interval})" if e.interval else cell for cell, e in zip(cells, entries, strict=True)))
+        )
+    return "\n".join(map(_line, rows))
+
+
+def _line(row: tuple[str, ...]) -> str:
+    return f"|{'|'.join(row)}|" if row[0] == "---" else f"| {' | '.join(row)} |"

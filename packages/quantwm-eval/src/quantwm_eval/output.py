@@ -1,0 +1,49 @@
+"""Where a run writes, and the promise that nobody's files are lost to it."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+from quantwm_core.errors import StateError
+
+RESULTS = "results.jsonl"
+
+
+def prepare(wanted: Path | None, default: str, overwrite: bool) -> Path:
+    """Make the folder to write into.
+
+    A folder that was not asked for by name never meets files: where ``default`` is taken, a number is appended. A folder
+    that was asked for must be empty or new; with ``overwrite`` it may hold an earlier run, whose files are replaced one
+    by one, everything else in it stays.
+
+    Args:
+        wanted: The folder asked for, or None.
+        default: Name of the folder otherwise.
+        overwrite: Whether an earlier run may be replaced.
+
+    Raises:
+        StateError: The folder holds something, or is a file; the message says what to do.
+        OSError: It cannot be made.
+    """
+    if wanted is None:
+        wanted = next(
+            path for number in count(1) if not _taken(path := Path(default if number == 1 else f"{default}-{number}"))
+        )
+    if wanted.exists() and not wanted.is_dir():
+        raise StateError(f"--out {wanted}: is a file; name a folder")
+    if _taken(wanted):
+        if not overwrite:
+            raise StateError(
+                f"--out {wanted}: is not empty; name another folder, or add --overwrite to replace an earlier run"
+            )
+        if not (wanted / RESULTS).is_file():
+            raise StateError(
+                f"--out {wanted}: holds no earlier run ({RESULTS}), so --overwrite does not apply; name another folder"
+            )
+    wanted.mkdir(parents=True, exist_ok=True)
+    return wanted
+
+
+def _taken(path: Path) -> bool:
+    return path.exists() and not (path.is_dir() and not any(path.iterdir()))

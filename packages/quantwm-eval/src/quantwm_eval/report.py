@@ -1,0 +1,109 @@
+"""Results and pictures to one self-contained HTML page, Markdown beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import jinja2
+
+from quantwm_eval import figures, markdown, summary
+from quantwm_eval.experiment import CONTROL
+from quantwm_eval.gallery import TRUTH, Gallery, Reel, data_uri
+from quantwm_eval.results import Results
+
+PAGE = "report.html"
+TABLES = "report.md"
+VIDEOS = "videos"
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the top of the page says of a method."""
+
+    label: str
+    balls: str
+    bits: str
+    quality: str
+
+
+def write(folder: Path, results: Results, gallery: Gallery) -> tuple[Path, ...]:
+    """Write page, tables and the page's videos into a folder that exists.
+
+    Returns:
+        The page, the tables, and the folder of videos if there are any.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    reels = list(gallery.reels())
+    written = [folder / PAGE, folder / TABLES]
+    written[0].write_text(page(results, gallery, reels), encoding="utf-8")
+    written[1].write_text(markdown.render(results, headline(results)), encoding="utf-8")
+    if reels:
+        written.append(folder / VIDEOS)
+        written[-1].mkdir(exist_ok=True)
+    for reel in reels:
+        for tile in reel.tiles:
+            stem = f"{reel.kind}-{reel.scene}-{tile.label}".replace(":", "-").replace("/", "-")
+            (folder / VIDEOS / f"{stem}.mp4").write_bytes(tile.film)
+    return tuple(written)
+
+
+def page(results: Results, gallery: Gallery, reels: Sequence[Reel]) -> str:
+    """The page as text."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("quantwm_eval"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    environment.globals.update(data_uri=data_uri)
+    source = resources.files("quantwm_eval") / "templates"
+    return environment.get_template("report.html.j2").render(
+        style=(source / "report.css").read_text(encoding="utf-8"),
+        script=(source / "player.js").read_text(encoding="utf-8"),
+        results=results,
+        experiment=results.experiment,
+        provenance=results.provenance,
+        headline=headline(results),
+        cards=cards(results),
+        colours=figures.colours(results),
+        table=summary.main_table(results),
+        details=[summary.detail_table(results, kind) for kind in results.experiment.kinds],
+        plots=figures.all_plots(results),
+        gallery=gallery,
+        reels=reels,
+        control=CONTROL,
+        truth=TRUTH,
+    )
+
+
+def headline(results: Results) -> str:
+    """The run in a sentence: what is left of the ball, method by method."""
+    found = cards(results)
+    if all(card.balls == "–" for card in found):
+        return "PSNR against BF16: " + ", ".join(f"{card.label} {card.quality}" for card in found)
+    told = ", ".join(f"{card.label} {card.balls}" for card in found)
+    return f"Balls redrawn after looking {results.experiment.degrees}° away and back: {told}"
+
+
+def cards(results: Results) -> list[Card]:
+    """What matters most of every method."""
+    known = summary.quantities(results)
+    kind = results.experiment.kinds[0]
+
+    def text(label: str, name: str, of: str) -> str:
+        if name not in known:
+            return "–"
+        return summary.entry(known[name], summary.estimate(results, of, label, name), best=False).text
+
+    return [
+        Card(
+            method.label,
+            text(method.label, "balls_redrawn", "look-away"),
+            text(method.label, "bits_per_element", kind),
+            text(method.label, "psnr", kind),
+        )
+        for method in results.experiment.methods
+    ]

@@ -1,0 +1,158 @@
+"""Measurements as JSON lines: one line says what was run and with what, every further one is a cell.
+
+Numbers that JSON does not know are written as the strings ``"Infinity"``, ``"-Infinity"`` and ``"NaN"``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantwm_core.errors import FormatError
+from quantwm_eval.experiment import Experiment
+from quantwm_eval.metric import Measurement
+from quantwm_eval.provenance import Provenance
+
+FORMAT = "quantwm-results"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was measured in one video.
+
+    Attributes:
+        kind: Kind of the episode.
+        scene: Number of the scene.
+        seed: Number that the noise was drawn from.
+        method: Label of the method.
+        valid: Whether the BF16 control of this episode was exact.
+        measurement: The figures of all metrics.
+    """
+
+    kind: str
+    scene: int
+    seed: int
+    method: str
+    valid: bool
+    measurement: Measurement
+
+
+@dataclass(frozen=True)
+class Results:
+    """A run, whole or in part.
+
+    Attributes:
+        experiment: What was to be measured.
+        provenance: Versions, machine, command.
+        cells: What was measured.
+    """
+
+    experiment: Experiment
+    provenance: Provenance
+    cells: tuple[Cell, ...]
+
+    @property
+    def valid(self) -> bool:
+        """Whether every BF16 control was exact."""
+        return all(cell.valid for cell in self.cells)
+
+
+def header_line(experiment: Experiment, provenance: Provenance) -> str:
+    """First line of a results file."""
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "experiment": experiment.to_json(),
+        "provenance": provenance.to_json(),
+    }
+    return _dump(head)
+
+
+def cell_line(cell: Cell) -> str:
+    """Line of a cell."""
+    measured = cell.measurement
+    return _dump(
+        {
+            "kind": cell.kind,
+            "scene": cell.scene,
+            "seed": cell.seed,
+            "method": cell.method,
+            "valid": cell.valid,
+            "values": dict(measured.values),
+            "curves": {name: curve.tolist() for name, curve in measured.curves.items()},
+            "maps": {name: grid.tolist() for name, grid in measured.maps.items()},
+        }
+    )
+
+
+def save(path: Path, results: Results) -> None:
+    """Write a results file; one that exists is replaced."""
+    lines = [header_line(results.experiment, results.provenance), *map(cell_line, results.cells)]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def load(path: Path) -> Results:
+    """Read a results file.
+
+    Raises:
+        FormatError: The file is foreign, broken or of a newer version; the message names the line.
+        OSError: It cannot be read.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    plain = [_parse(path, number, line) for number, line in enumerate(lines, 1)]
+    head = plain[0] if plain else {}
+    if head.get("format") != FORMAT:
+        raise FormatError(f"{path}: not a quantwm results file, its first line names no format {FORMAT!r}")
+    if head.get("version") != VERSION:
+        raise FormatError(
+            f"{path}: version {head.get('version')}, this quantwm-eval reads version {VERSION}; update it"
+        )
+    try:
+        experiment, provenance = Experiment.from_json(head["experiment"]), Provenance(**head["provenance"])
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"{path}: line 1 is incomplete: {error}") from error
+    return Results(experiment, provenance, tuple(_cell(path, number, line) for number, line in enumerate(plain[1:], 2)))
+
+
+def _cell(path: Path, number: int, line: Mapping[str, Any]) -> Cell:
+    try:
+        measured = Measurement(
+            {name: float(value) for name, value in line["values"].items()},
+            {name: np.array(curve, np.float64) for name, curve in line["curves"].items()},
+            {name: np.array(grid, np.float64) for name, grid in line["maps"].items()},
+        )
+        return Cell(line["kind"], line["scene"], line["seed"], line["method"], line["valid"], measured)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"{path}: line {number} is not a cell: {error}") from error
+
+
+def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise FormatError(f"{path}: line {number} is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise FormatError(f"{path}: line {number} is not an object")
+    return parsed
+
+
+def _dump(value: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(value), allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """The same with numbers that JSON does not know as strings; ``float`` and NumPy read them back."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

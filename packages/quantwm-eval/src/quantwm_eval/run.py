@@ -1,0 +1,169 @@
+"""Experiment to measurements: every method generates the same episodes with the same noise and the same actions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+
+from quantwm_eval import metrics
+from quantwm_eval.evidence import CacheBytes, Evidence, Frames, Seconds
+from quantwm_eval.experiment import CONTROL, Experiment, MethodChoice
+from quantwm_eval.host import Attached, Episode, Host
+from quantwm_eval.metric import Measurement
+from quantwm_eval.recorder import Recorder
+from quantwm_eval.results import Cell
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished video: its cell for the results, and what pictures are made of.
+
+    Attributes:
+        cell: What was measured.
+        episode: What was to be generated.
+        video: What was generated.
+        reference: What the model gives without a quantwm cache under it.
+    """
+
+    cell: Cell
+    episode: Episode
+    video: Frames
+    reference: Frames
+
+
+@dataclass
+class Meter:
+    """Follows a cache through a rollout: bytes after every chunk, and the time that following took."""
+
+    attached: Attached
+    moments: list[CacheBytes] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def chunk_done(self, videos: int) -> None:
+        """Note the share of each of the batch's videos."""
+        began = time.perf_counter()
+        stored = self.attached.use().stored
+        parts = (stored.sealed, stored.sealed_as_bf16, stored.active, stored.live_as_bf16, stored.state)
+        self.moments.append(CacheBytes(*(part / videos for part in parts)))
+        self.seconds += time.perf_counter() - began
+
+
+def count_chunks(experiment: Experiment, host: Host) -> int:
+    """How often :func:`run` calls its ``progress``: once per chunk of every video, references included.
+
+    Raises:
+        QuantWMError: The host cannot do the experiment.
+    """
+    host.check(experiment.scenes, experiment.frames, experiment.degrees)
+    one = experiment.scenes[:1]
+    lengths = [
+        len(host.episodes(kind, one, experiment.frames, experiment.degrees)[0].actions) for kind in experiment.kinds
+    ]
+    videos = len(experiment.scenes) * len(experiment.seeds) * (len(experiment.methods) + 1)
+    return videos * sum(length // host.chunk_frames for length in lengths)
+
+
+def run(experiment: Experiment, host: Host, progress: Progress = lambda _title: None) -> Iterator[Outcome]:
+    """Generate and measure, batch after batch of scenes, the BF16 control of a batch before its other methods.
+
+    The reference is the model as it is, with its own BF16 cache. The control is the method ``bf16`` through the quantwm
+    cache: another rollout, which must equal the reference to the last bit. Where it does not, every cell of that scene is
+    marked invalid.
+
+    Args:
+        experiment: What to do.
+        host: The model.
+        progress: Called after every chunk of every video with what is being made.
+
+    Raises:
+        QuantWMError: The host cannot do it.
+    """
+    _warm_up(experiment, host)
+    for seed in experiment.seeds:
+        for start in range(0, len(experiment.scenes), experiment.batch):
+            scenes = experiment.scenes[start : start + experiment.batch]
+            for kind in experiment.kinds:
+                episodes = host.episodes(kind, scenes, experiment.frames, experiment.degrees)
+                yield from _measure_batch(experiment, host, episodes, seed, progress)
+
+
+def _warm_up(experiment: Experiment, host: Host) -> None:
+    """Generate one chunk under every method and forget it: what is loaded on first use counts in no video's time."""
+    (episode,) = host.episodes(experiment.kinds[0], experiment.scenes[:1], experiment.frames, experiment.degrees)
+    short = replace(episode, actions=episode.actions[: host.chunk_frames])
+    for method in experiment.methods:
+        with host.attach(method.scheme(chunks_per_seal=1), [Recorder(experiment.samples)]):
+            host.generate([short], [0], lambda: None)
+
+
+def _measure_batch(
+    experiment: Experiment, host: Host, episodes: Sequence[Episode], seed: int, progress: Progress
+) -> Iterator[Outcome]:
+    """All methods on a batch of episodes."""
+    title = f"{episodes[0].kind} {'-'.join(str(number) for number in dict.fromkeys((episodes[0].scene, episodes[-1].scene)))}"
+
+    def tick(method: str) -> None:
+        for _ in episodes:
+            progress(f"{title}, {method}")
+
+    seeds = [seed] * len(episodes)
+    references = host.generate(episodes, seeds, partial(tick, "reference"))
+    exact = [False] * len(episodes)
+    for method in experiment.methods:
+        evidence = _roll_out(experiment, host, episodes, seeds, method, references, partial(tick, method.label))
+        if method == MethodChoice(CONTROL):
+            exact = [np.array_equal(found.video, wanted) for found, wanted in zip(evidence, references, strict=True)]
+        for episode, found, reference, valid in zip(episodes, evidence, references, exact, strict=True):
+            measured = measure(experiment.metrics, found)
+            cell = Cell(episode.kind, episode.scene, seed, method.label, valid, measured)
+            yield Outcome(cell, episode, found.video, reference)
+
+
+def _roll_out(
+    experiment: Experiment,
+    host: Host,
+    episodes: Sequence[Episode],
+    seeds: Sequence[int],
+    method: MethodChoice,
+    references: Sequence[Frames],
+    tick: Callable[[], None],
+) -> list[Evidence]:
+    """Generate a batch with a method's cache under the model, and keep what metrics need."""
+    recorder = Recorder(experiment.samples)
+    with host.attach(method.scheme(experiment.chunks_per_seal), [recorder]) as attached:
+        meter = Meter(attached)
+
+        def chunk_done() -> None:
+            meter.chunk_done(len(episodes))
+            tick()
+
+        began = time.perf_counter()
+        videos = host.generate(episodes, seeds, chunk_done)
+        elapsed = time.perf_counter() - began - recorder.seconds - meter.seconds
+        use = attached.use()
+    seconds = Seconds(*(part / len(episodes) for part in (elapsed, use.seal_seconds, use.decode_seconds)))
+    recordings = recorder.recordings() or [None] * len(episodes)
+    return [
+        Evidence(video, reference, episode.look_away, recording, tuple(meter.moments), seconds)
+        for video, reference, episode, recording in zip(videos, references, episodes, recordings, strict=True)
+    ]
+
+
+def measure(names: Sequence[str], evidence: Evidence) -> Measurement:
+    """Apply every metric of these names for which the evidence is at hand.
+
+    Raises:
+        UnknownNameError: There is no such metric.
+    """
+    found = [metric.measure(evidence) for metric in map(metrics.get, names) if metric.applies(evidence)]
+    return Measurement(
+        {name: value for one in found for name, value in one.values.items()},
+        {name: curve for one in found for name, curve in one.curves.items()},
+        {name: grid for one in found for name, grid in one.maps.items()},
+    )

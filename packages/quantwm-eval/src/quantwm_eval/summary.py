@@ -1,0 +1,164 @@
+"""Cells to tables: means over scenes with intervals, once, for every output format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantwm_eval import metrics
+from quantwm_eval.estimate import Estimate, bootstrap, proportion
+from quantwm_eval.experiment import CONTROL
+from quantwm_eval.metric import Quantity
+from quantwm_eval.results import Cell, Results
+
+MAIN = (
+    ("bits_per_element", "walk"),
+    ("compression", "walk"),
+    ("state_bytes", "walk"),
+    ("psnr", "walk"),
+    ("ssim", "walk"),
+    ("temporal_flickering", "walk"),
+    ("excess_flicker", "walk"),
+    ("excess_flicker_max", "walk"),
+    ("selection_shift", "walk"),
+    ("logit_error", "walk"),
+    ("balls_redrawn", "look-away"),
+    ("seconds", "walk"),
+)
+"""Columns of the main table: quantity, and the kind of episode that it is taken from."""
+
+COUNTED = ("balls_redrawn",)
+"""Quantities that are 0 or 1 in a video, shown as a count."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A figure in a table.
+
+    Attributes:
+        text: The mean as shown.
+        interval: The 95 % interval as shown, or empty where it has no width.
+        best: Whether no compressed method is better.
+    """
+
+    text: str
+    interval: str
+    best: bool
+
+
+@dataclass(frozen=True)
+class Table:
+    """Methods by quantities.
+
+    Attributes:
+        title: What it shows.
+        heads: Column titles with units.
+        rows: Method label and its entries.
+    """
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Entry, ...]], ...]
+
+
+def quantities(results: Results) -> dict[str, Quantity]:
+    """Every quantity of the experiment's metrics, those of the main table first."""
+    found = {
+        quantity.name: quantity for name in results.experiment.metrics for quantity in metrics.get(name).quantities
+    }
+    order = [name for name, _ in MAIN if name in found]
+    return {name: found[name] for name in dict.fromkeys((*order, *found))}
+
+
+def values(cells: Sequence[Cell], kind: str, method: str, quantity: str) -> list[float]:
+    """One value per scene, seeds averaged; scenes that were not measured are left out."""
+    by_scene: dict[int, list[float]] = {}
+    for cell in cells:
+        if cell.kind == kind and cell.method == method and quantity in cell.measurement.values:
+            by_scene.setdefault(cell.scene, []).append(cell.measurement.values[quantity])
+    return [sum(found) / len(found) for _, found in sorted(by_scene.items())]
+
+
+def estimate(results: Results, kind: str, method: str, quantity: str) -> Estimate:
+    """Mean and interval over scenes."""
+    found = values(results.cells, kind, method, quantity)
+    return proportion(found) if quantity in COUNTED else bootstrap(found)
+
+
+def main_table(results: Results) -> Table:
+    """The table that goes into a message: one row per method."""
+    kinds, known = results.experiment.kinds, quantities(results)
+    columns = [
+        (known[name], kind if kind in kinds or name in COUNTED else kinds[0]) for name, kind in MAIN if name in known
+    ]
+    return _table(results, "Methods", [column for column in columns if column[1] in kinds])
+
+
+def detail_table(results: Results, kind: str) -> Table:
+    """Everything that was measured on one kind of episode."""
+    measured = {name for cell in results.cells if cell.kind == kind for name in cell.measurement.values}
+    found = [(quantity, kind) for quantity in quantities(results).values() if quantity.name in measured]
+    return _table(results, f"All figures, {kind} scenes", found)
+
+
+def _table(results: Results, title: str, columns: Sequence[tuple[Quantity, str]]) -> Table:
+    labels = [method.label for method in results.experiment.methods]
+    grid = {label: [estimate(results, kind, label, quantity.name) for quantity, kind in columns] for label in labels}
+    rivals = [label for label in labels if label != CONTROL]
+    best = [
+        best_mean(quantity, [grid[label][index].mean for label in rivals])
+        for index, (quantity, _) in enumerate(columns)
+    ]
+    rows = tuple(
+        (
+            label,
+            tuple(
+                entry(quantity, found, label in rivals and found.mean == top)
+                for (quantity, _), found, top in zip(columns, grid[label], best, strict=True)
+            ),
+        )
+        for label in labels
+    )
+    return Table(title, tuple(head(quantity) for quantity, _ in columns), rows)
+
+
+def best_mean(quantity: Quantity, means: Sequence[float]) -> float:
+    """The best of some means, NaN where no direction is better or all are equal."""
+    known = [mean for mean in means if not math.isnan(mean)]
+    if len(set(known)) < 2 or quantity.better == "neither":
+        return math.nan
+    return max(known) if quantity.better == "higher" else min(known)
+
+
+def head(quantity: Quantity) -> str:
+    """Column title with its unit and an arrow for the better direction."""
+    unit = "" if quantity.unit in {"", "B", "×", "bits", "share"} else f", {quantity.unit}"
+    arrow = {"higher": " ↑", "lower": " ↓", "neither": ""}[quantity.better]
+    return f"{quantity.label}{unit}{arrow}"
+
+
+def entry(quantity: Quantity, found: Estimate, best: bool) -> Entry:
+    """An estimate as text.
+
+    >>> entry(Quantity("psnr", "PSNR", "dB", "higher"), Estimate(30.123, 29.0, 31.0, 8), best=True)
+    Entry(text='30.12', interval='29.00–31.00', best=True)
+    """
+    if found.n == 0:
+        return Entry("–", "", best=False)
+    if quantity.name in COUNTED:
+        text = f"{round(found.mean * found.n)} of {found.n}"
+        return Entry(text, f"{100 * found.low:.0f}–{100 * found.high:.0f} %", best)
+    low, high = number(quantity, found.low), number(quantity, found.high)
+    return Entry(number(quantity, found.mean), "" if low == high else f"{low}–{high}", best)
+
+
+def number(quantity: Quantity, value: float) -> str:
+    """A value as tables show it: bytes in KiB, shares in percent, ratios with a sign, infinity as such."""
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if quantity.unit == "B":
+        return f"{value / 1024:,.0f} KiB"
+    if quantity.unit == "share":
+        return f"{100 * value:.{quantity.digits}f} %"
+    return f"{value:.{quantity.digits}f}{'×' if quantity.unit == '×' else ''}"

@@ -1,0 +1,129 @@
+"""What every metric promises, for all of them, a third party's included."""
+
+import importlib
+import inspect
+import math
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from quantwm_core.errors import FormatError, StateError, UnknownNameError
+from quantwm_eval import metrics
+from quantwm_eval.evidence import CacheBytes, Evidence, LookAway, Recording, Seconds
+from quantwm_eval.metric import Measurement, Metric, Quantity
+
+EXPECTED = (
+    "excess_flicker",
+    "latency",
+    "logit_error",
+    "memory",
+    "object_permanence",
+    "psnr",
+    "selection_shift",
+    "ssim",
+    "temporal_flickering",
+)
+
+
+def evidence() -> Evidence:
+    draw = np.random.default_rng(5)
+    video, reference, truth = draw.integers(0, 256, (3, 4, 16, 16, 3), dtype=np.uint8)
+    region = np.zeros((4, 16, 16), bool)
+    region[3, 2:9, 2:9] = True
+    queries = np.full((2, 3, 4), 8.0)
+    recording = Recording(queries, queries / 4, queries / 10, queries)
+    cache = (CacheBytes(300, 1600, 200, 1700, 64), CacheBytes(310, 1600, 200, 1800, 64))
+    return Evidence(video, reference, LookAway(truth, reference, region), recording, cache, Seconds(3.0, 1.0, 0.5))
+
+
+def test_the_family_is_complete() -> None:
+    assert metrics.names() == EXPECTED
+
+
+@pytest.mark.parametrize("name", metrics.names())
+def test_name_quantities_and_ranges(name: str) -> None:
+    metric = metrics.get(name)
+    assert metric.name == name
+    measured = metric.measure(evidence())
+    assert [quantity.name for quantity in metric.quantities] == list(measured.values)
+    for quantity in metric.quantities:
+        assert quantity.label
+        assert quantity.low <= measured.values[quantity.name] <= quantity.high
+        assert type(measured.values[quantity.name]) is float
+    assert {*measured.curves, *measured.maps} <= set(measured.values)
+    assert all(curve.ndim == 1 for curve in measured.curves.values())
+    assert all(grid.shape == (2, 3) for grid in measured.maps.values())
+
+
+@pytest.mark.parametrize("name", metrics.names())
+def test_a_docstring_states_range_direction_unit_and_source(name: str) -> None:
+    module = importlib.import_module(f"quantwm_eval.metrics.{name}")
+    own = [
+        value for value in vars(module).values() if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+    text = " ".join(" ".join((inspect.getdoc(value) or "").split()) for value in own)
+    for word in ("ange ", " to ", " is better", "Source:"):
+        assert word in text
+    assert any(word in text for word in ("in dB", "no unit", "in grey levels", "in bytes", "in seconds"))
+
+
+@pytest.mark.parametrize("name", metrics.names())
+def test_a_metric_needs_what_it_says(name: str) -> None:
+    metric = metrics.get(name)
+    whole = evidence()
+    assert metric.applies(whole)
+    metric.measure(Evidence(whole.video, **{part: getattr(whole, part) for part in metric.needs}))
+    for part in metric.needs:
+        rest = {other: getattr(whole, other) for other in metric.needs if other != part}
+        lacking = Evidence(whole.video, **rest)
+        assert not metric.applies(lacking)
+        with pytest.raises(StateError, match=f"no {part}"):
+            metric.measure(lacking)
+
+
+def test_quantity_names_are_unique() -> None:
+    found = [quantity.name for name in metrics.names() for quantity in metrics.get(name).quantities]
+    assert len(found) == len(set(found))
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="unknown metric 'pnsr'; did you mean 'psnr'"):
+        metrics.get("pnsr")
+
+
+def test_third_parties_join_through_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = Metric(
+        "loudness", (Quantity("loudness", "Loudness", "dB", "neither"),), (), lambda _: Measurement({"loudness": 0.0})
+    )
+    module = SimpleNamespace(METRIC=theirs, BROKEN="no metric")
+    monkeypatch.setattr(EntryPoint, "load", lambda self: getattr(module, self.attr))
+    points = [
+        EntryPoint(name, f"theirs:{attr}", "quantwm.metrics")
+        for name, attr in (("loudness", "METRIC"), ("broken", "BROKEN"), ("psnr", "METRIC"))
+    ]
+    monkeypatch.setattr(metrics, "entry_points", lambda group: points if group == "quantwm.metrics" else [])
+    assert "loudness" in metrics.names()
+    assert metrics.get("loudness") is theirs
+    assert metrics.get("psnr").quantities[0].unit == "dB"
+    assert metrics.get("psnr") is not theirs
+    with pytest.raises(FormatError, match="broken"):
+        metrics.get("broken")
+
+
+def test_memory_by_hand() -> None:
+    values = metrics.get("memory").measure(evidence()).values
+    assert values["bits_per_element"] == pytest.approx(16 * 610 / 3200)
+    assert values["compression"] == pytest.approx(3200 / 610)
+    assert values["compression_in_use"] == pytest.approx(3500 / 1010)
+    assert values["cache_bytes"] == 510
+    assert values["state_bytes"] == 64
+
+
+def test_memory_is_unknown_where_nothing_was_sealed() -> None:
+    only_active = Evidence(evidence().video, cache=(CacheBytes(0, 0, 100, 100, 0),))
+    values = metrics.get("memory").measure(only_active).values
+    assert math.isnan(values["bits_per_element"])
+    assert math.isnan(values["compression"])
+    assert values["compression_in_use"] == 1

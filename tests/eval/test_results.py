@@ -1,0 +1,84 @@
+"""Results files: what is written is read, and what is broken is named."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantwm_core.errors import FormatError
+from quantwm_eval import provenance, results
+from quantwm_eval.experiment import Experiment, MethodChoice
+from quantwm_eval.metric import Measurement
+from quantwm_eval.results import Cell, Results
+
+
+def example() -> Results:
+    measured = Measurement(
+        {"psnr": math.inf, "ssim": 0.5, "selection_shift": math.nan},
+        {"psnr": np.array([math.inf, 30.0])},
+        {"selection_shift": np.array([[0.0, math.nan], [0.25, 1.0]])},
+    )
+    cells = (Cell("walk", 0, 0, "bf16", True, measured), Cell("walk", 0, 0, "kivi", False, measured))
+    return Results(Experiment((MethodChoice("bf16"), MethodChoice("kivi")), (0,)), provenance.collect(["demo"]), cells)
+
+
+def test_a_file_is_read_back_to_the_bit(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    results.save(path, example())
+    back = results.load(path)
+    assert back.experiment == example().experiment
+    assert back.provenance.versions == example().provenance.versions
+    assert not back.valid
+    for cell, wanted in zip(back.cells, example().cells, strict=True):
+        assert (cell.kind, cell.scene, cell.seed, cell.method, cell.valid) == (
+            wanted.kind,
+            0,
+            0,
+            wanted.method,
+            wanted.valid,
+        )
+        np.testing.assert_equal(dict(cell.measurement.values), dict(wanted.measurement.values))
+        np.testing.assert_array_equal(cell.measurement.curves["psnr"], wanted.measurement.curves["psnr"])
+        np.testing.assert_array_equal(
+            cell.measurement.maps["selection_shift"], wanted.measurement.maps["selection_shift"]
+        )
+
+
+def test_every_line_is_strict_json_and_states_its_versions(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    results.save(path, example())
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    assert lines[0]["experiment"]["seeds"] == [0]
+    assert {"python", "torch", "numpy", "quantwm-core", "quantwm-eval", "av"} <= set(lines[0]["provenance"]["versions"])
+    assert lines[1]["values"]["psnr"] == "Infinity"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda _: [], "not a quantwm results file"),
+        (lambda lines: ["[1]", *lines[1:]], "line 1 is not an object"),
+        (lambda _: ['{"format": "other"}'], "not a quantwm results file"),
+        (
+            lambda lines: [lines[0].replace('"version": 1', '"version": 2', 1)],
+            "version 2, this quantwm-eval reads version 1",
+        ),
+        (lambda lines: [lines[0].replace('"cores"', '"chores"', 1)], "line 1 is incomplete"),
+        (lambda lines: [*lines[:-1], lines[-1][:-20]], "line 3 is not JSON"),
+        (lambda lines: [lines[0], lines[1].replace('"values"', '"figures"')], "line 2 is not a cell"),
+        (lambda lines: [lines[0], lines[1].replace("0.5", '"half"')], "line 2 is not a cell"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, spoil: object, message: str) -> None:
+    path = tmp_path / "results.jsonl"
+    results.save(path, example())
+    assert callable(spoil)
+    path.write_text("\n".join(spoil(path.read_text().splitlines())))
+    with pytest.raises(FormatError, match=message):
+        results.load(path)
