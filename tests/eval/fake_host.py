@@ -67,7 +67,9 @@ class FakeHost:
         return tuple(self._episode(kind, scene, frames) for scene in scenes)
 
     @contextmanager
-    def attach(self, chosen: Scheme, observers: Sequence[CacheObserver]) -> Iterator[FakeAttached]:
+    def attach(
+        self, chosen: Scheme, observers: Sequence[CacheObserver], window: int | None = None
+    ) -> Iterator[FakeAttached]:
         self._scheme, self._observers = chosen, observers
         self._attached = FakeAttached([])
         try:

@@ -98,3 +98,18 @@ def test_what_the_world_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(ParameterError, match=message):
         host.episodes("walk", scenes, frames, degrees)
+
+
+def test_a_short_window_forgets_the_ball_and_is_put_back(host: DemoHost) -> None:
+    own = host.pipeline.local_attn_chunks
+    (episode,) = host.episodes("look-away", [0], 4, 100)
+    redrawn = {}
+    for window in (1, None):
+        with host.attach(scheme("bf16"), [], window):
+            (video,) = generate(host, (episode,))
+        assert episode.look_away is not None
+        redrawn[window], _ = object_permanence(video, episode.look_away)
+    assert redrawn == {1: False, None: True}
+    with pytest.raises(ParameterError, match="window 8: the demo world sees 1 to 7"), host.attach(scheme("bf16"), [], 8):
+        pass
+    assert host.pipeline.local_attn_chunks == own

@@ -14,9 +14,16 @@ def test_a_choice_is_read_back_from_its_label() -> None:
         "quantwm:rank=16",
         "quantwm:values=bf16:threshold=0.5:warm_start=True",
         "quantwm:centroids=None",
+        "bf16:window=1",
     ):
         assert MethodChoice.parse(text).label == text
         assert MethodChoice.parse(MethodChoice.parse(text).label) == MethodChoice.parse(text)
+
+
+@pytest.mark.parametrize("text", ["bf16:window=0", "bf16:window=all", "bf16:window=1.5", "bf16:window=True"])
+def test_a_window_that_is_no_number_of_chunks_is_refused(text: str) -> None:
+    with pytest.raises(ParameterError, match="whole number of chunks"):
+        _ = MethodChoice.parse(text).window
 
 
 @pytest.mark.parametrize("text", ["quantwm:rank", "quantwm:=3", "quantwm:rank=", "quantwm:rank=1:rank=2"])

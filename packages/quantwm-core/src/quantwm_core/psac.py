@@ -98,7 +98,9 @@ def encode(
             below this are set to zero.
 
     >>> code = encode(
-    ...     np.float32([[[1.0, 7.0], [-0.5, 0.0]]]), np.float32([[[1.0], [0.0]]]).astype(BF16), np.ones((1, 1), np.float32)
+    ...     np.float32([[[1.0, 7.0], [-0.5, 0.0]]]),
+    ...     np.float32([[[1.0], [0.0]]]).astype(BF16),
+    ...     np.ones((1, 1), np.float32),
     ... )
     >>> code.dense.ravel(), code.layout.size
     (array([126, -63], dtype=int8), 0)

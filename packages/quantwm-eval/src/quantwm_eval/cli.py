@@ -19,7 +19,7 @@ from quantwm_eval.experiment import Experiment, MethodChoice, with_control
 from quantwm_eval.produce import Product, produce
 from quantwm_eval.run import count_chunks
 
-DEFAULT_METHODS = "bf16,rtn,kivi,qvg,quantwm"
+DEFAULT_METHODS = "bf16,bf16:window=1,rtn,kivi,qvg,quantwm"
 DEFAULT_OUT = "quantwm-demo"
 BAD_OPTIONS, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -55,13 +55,14 @@ def parser() -> argparse.ArgumentParser:
         "demo",
         help="the bundled demo world model under several caches, as one HTML page",
         description=textwrap.fill(textwrap.dedent(told), 100),
-        epilog=f"methods: {', '.join(methods.names())}; settings follow after colons: quantwm:rank=16:values=bf16",
+        epilog=f"methods: {', '.join(methods.names())}; settings follow after colons: quantwm:rank=16:values=bf16; window=N "
+        "shows the model N past chunks only",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     one.add_argument(
         "--scenes", type=_positive, default=8, metavar="N", help="random walks, and as many look-away scenes"
     )
-    one.add_argument("--frames", type=_positive, default=64, metavar="N", help="frames of a walk, a multiple of 4")
+    one.add_argument("--frames", type=_positive, default=40, metavar="N", help="frames of a walk, a multiple of 4")
     one.add_argument(
         "--degrees",
         type=_angle,
@@ -162,6 +163,7 @@ def _methods(text: str) -> tuple[MethodChoice, ...]:
         chosen = tuple(MethodChoice.parse(one) for one in text.split(","))
         for method in chosen:
             method.scheme(chunks_per_seal=1)
+            _ = method.window
     except QuantWMError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return chosen

@@ -111,10 +111,23 @@ class DemoHost:
         )
 
     @contextmanager
-    def attach(self, scheme: Scheme, observers: Sequence[CacheObserver]) -> Iterator[AttachedCache]:
-        """Put a cache under the model for the length of a ``with`` block."""
-        with attach(self.pipeline, scheme, observers=tuple(observers)) as attachment:
-            yield AttachedCache(attachment)
+    def attach(
+        self, scheme: Scheme, observers: Sequence[CacheObserver], window: int | None = None
+    ) -> Iterator[AttachedCache]:
+        """Put a cache under the model for the length of a ``with`` block.
+
+        Raises:
+            ParameterError: The model has no such window.
+        """
+        own, most = self.pipeline.local_attn_chunks, self.pipeline.config.past_chunks
+        if window is not None and not 1 <= window <= most:
+            raise ParameterError(f"window {window}: the demo world sees 1 to {most} past chunks")
+        self.pipeline.local_attn_chunks = own if window is None else window
+        try:
+            with attach(self.pipeline, scheme, observers=tuple(observers)) as attachment:
+                yield AttachedCache(attachment)
+        finally:
+            self.pipeline.local_attn_chunks = own
 
     def generate(self, episodes: Sequence[Episode], seeds: Sequence[int], progress: Callable[[], None]) -> list[Frames]:
         """Generate a batch of episodes of equal length; noise depends on a video's own scene and seed only."""

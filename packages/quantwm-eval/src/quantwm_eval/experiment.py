@@ -22,7 +22,8 @@ class MethodChoice:
     Attributes:
         name: Public name of the method.
         options: Settings in the order given: fields of the method, and ``keys``, ``values``, ``preset``,
-            ``chunks_per_seal``, ``decay`` as :func:`quantwm_core.method.scheme` takes them.
+            ``chunks_per_seal``, ``decay`` as :func:`quantwm_core.method.scheme` takes them; and ``window``, past chunks that
+            the model sees, where fewer than it was trained for are wanted.
     """
 
     name: str
@@ -58,6 +59,21 @@ class MethodChoice:
             raise ParameterError(f"method {text!r}: an option is given twice")
         return cls(name, tuple(options))
 
+    @property
+    def window(self) -> int | None:
+        """Past chunks that the model is to see; None leaves the model its own window.
+
+        Raises:
+            ParameterError: It is no whole number of at least 1.
+
+        >>> MethodChoice.parse("bf16:window=1").window
+        1
+        """
+        window = dict(self.options).get("window")
+        if window is None or (isinstance(window, int) and not isinstance(window, bool) and window >= 1):
+            return window
+        raise ParameterError(f"method {self.label!r}: window {window!r}, need a whole number of chunks of at least 1")
+
     def scheme(self, chunks_per_seal: int) -> Scheme:
         """Build what it names.
 
@@ -68,7 +84,7 @@ class MethodChoice:
             UnknownNameError: No such method.
             ParameterError: A setting is unknown or out of range.
         """
-        settings: dict[str, Any] = dict(self.options)
+        settings: dict[str, Any] = {key: value for key, value in self.options if key != "window"}
         if "preset" not in settings:
             settings.setdefault("chunks_per_seal", chunks_per_seal)
         return scheme(self.name, **settings)
@@ -95,7 +111,7 @@ class Experiment:
     methods: tuple[MethodChoice, ...]
     scenes: tuple[int, ...]
     kinds: tuple[str, ...] = KINDS
-    frames: int = 64
+    frames: int = 40
     degrees: int = 100
     seeds: tuple[int, ...] = (0,)
     chunks_per_seal: int = 2
@@ -120,6 +136,7 @@ class Experiment:
             metrics.get(metric)
         for method in self.methods:
             method.scheme(self.chunks_per_seal)
+            _ = method.window  # refused here, not after the first videos
         if self.methods[0] != MethodChoice(CONTROL):
             raise ParameterError(f"methods: the first must be {CONTROL!r}, the control; see with_control")
 

@@ -21,7 +21,7 @@ from quantwm_eval.metrics.psnr import decibels
 from quantwm_eval.results import Cell, Results
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; the control is black.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#d55e00", "#0072b2", "#cc79a7")
 MARKERS = "osD^vP"
 STYLE: Any = {  # matplotlib types its keys as one long literal
     "svg.fonttype": "none",
@@ -158,7 +158,7 @@ def _lines(results: Results, lines: dict[str, np.ndarray], title: str, caption: 
         for label, line in lines.items():
             axes.plot(np.arange(1, len(line) + 1), line, color=colours(results)[label], label=label, linewidth=1.8)
         axes.set(xlabel=across, ylabel=up)
-        axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        axes.legend(ncols=min(len(lines), 5), loc="lower center", bbox_to_anchor=(0.5, 1.0))
         picture = _svg(figure)
     told = "; ".join(
         f"{label} from {line[np.isfinite(line)][0]:.1f} to {line[np.isfinite(line)][-1]:.1f}"

@@ -79,8 +79,19 @@ class Host(Protocol):
             ParameterError: The model cannot do that many frames or that angle.
         """
 
-    def attach(self, scheme: Scheme, observers: Sequence[CacheObserver]) -> AbstractContextManager[Attached]:
-        """Put a cache under the model for the length of a ``with`` block."""
+    def attach(
+        self, scheme: Scheme, observers: Sequence[CacheObserver], window: int | None = None
+    ) -> AbstractContextManager[Attached]:
+        """Put a cache under the model for the length of a ``with`` block.
+
+        Args:
+            scheme: How the cache is stored.
+            observers: Who is told of it.
+            window: Past chunks that the model sees meanwhile; None leaves it its own window.
+
+        Raises:
+            ParameterError: The model has no such window.
+        """
 
     def generate(self, episodes: Sequence[Episode], seeds: Sequence[int], progress: Callable[[], None]) -> list[Frames]:
         """Generate a batch of episodes of equal length.

@@ -98,7 +98,7 @@ def _warm_up(experiment: Experiment, host: Host) -> None:
     (episode,) = host.episodes(experiment.kinds[0], experiment.scenes[:1], experiment.frames, experiment.degrees)
     short = replace(episode, actions=episode.actions[: host.chunk_frames])
     for method in experiment.methods:
-        with host.attach(method.scheme(chunks_per_seal=1), [Recorder(experiment.samples)]):
+        with host.attach(method.scheme(chunks_per_seal=1), [Recorder(experiment.samples)], method.window):
             host.generate([short], [0], lambda: None)
 
 
@@ -136,7 +136,7 @@ def _roll_out(
 ) -> list[Evidence]:
     """Generate a batch with a method's cache under the model, and keep what metrics need."""
     recorder = Recorder(experiment.samples)
-    with host.attach(method.scheme(experiment.chunks_per_seal), [recorder]) as attached:
+    with host.attach(method.scheme(experiment.chunks_per_seal), [recorder], method.window) as attached:
         meter = Meter(attached)
 
         def chunk_done() -> None:

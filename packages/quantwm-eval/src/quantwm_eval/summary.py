@@ -150,7 +150,8 @@ def entry(quantity: Quantity, found: Estimate, best: bool) -> Entry:
         text = f"{round(found.mean * found.n)} of {found.n}"
         return Entry(text, f"{100 * found.low:.0f}–{100 * found.high:.0f} %", best)
     low, high = number(quantity, found.low), number(quantity, found.high)
-    return Entry(number(quantity, found.mean), "" if low == high else f"{low}–{high}", best)
+    interval = f"{low.removesuffix(' %').removesuffix(' KiB')}–{high}"
+    return Entry(number(quantity, found.mean), "" if low == high else interval, best)
 
 
 def number(quantity: Quantity, value: float) -> str:

@@ -63,7 +63,7 @@ METRIC = Metric(
     "excess_flicker",
     (
         Quantity("excess_flicker", "Excess flicker", "grey levels", "lower", 0.0, 510.0),
-        Quantity("excess_flicker_max", "its maximum", "grey levels", "lower", 0.0, 510.0),
+        Quantity("excess_flicker_max", "Flicker maximum", "grey levels", "lower", 0.0, 510.0),
     ),
     ("reference",),
     _measure,
