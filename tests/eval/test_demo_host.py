@@ -110,6 +110,9 @@ def test_a_short_window_forgets_the_ball_and_is_put_back(host: DemoHost) -> None
         assert episode.look_away is not None
         redrawn[window], _ = object_permanence(video, episode.look_away)
     assert redrawn == {1: False, None: True}
-    with pytest.raises(ParameterError, match="window 8: the demo world sees 1 to 7"), host.attach(scheme("bf16"), [], 8):
+    with (
+        pytest.raises(ParameterError, match="window 8: the demo world sees 1 to 7"),
+        host.attach(scheme("bf16"), [], 8),
+    ):
         pass
     assert host.pipeline.local_attn_chunks == own

@@ -211,6 +211,17 @@ def test_the_best_compressed_method_is_marked_and_the_control_never(product: Pro
     assert marked[table.heads.index("PSNR, dB ↑")] == [mean == max(better) for mean in better]
 
 
+def test_bf16_under_a_shorter_window_competes_with_nobody() -> None:
+    short = MethodChoice.parse("bf16:window=1")
+    wanted = dataclasses.replace(WANTED, methods=(METHODS[0], short, METHODS[1]), scenes=(0,), kinds=("walk",))
+    assert wanted.compressed == ("rtn",)
+    found = Results(wanted, provenance.collect([]), tuple(outcome.cell for outcome in run(wanted, FakeHost())))
+    assert not any(entry.best for entry in dict(summary.main_table(found).rows)[short.label])
+    plots = {plot.title: plot.alternative for plot in figures.all_plots(found)}
+    assert "window=1" not in plots["Quality against bits"]
+    assert "window=1" not in plots["Selection shift by layer and head"]
+
+
 def test_one_scene_has_no_interval() -> None:
     one = dataclasses.replace(WANTED, scenes=(0,), kinds=("walk",))
     cells = tuple(outcome.cell for outcome in run(one, FakeHost()))

@@ -140,6 +140,11 @@ class Experiment:
         if self.methods[0] != MethodChoice(CONTROL):
             raise ParameterError(f"methods: the first must be {CONTROL!r}, the control; see with_control")
 
+    @property
+    def compressed(self) -> tuple[str, ...]:
+        """Labels of the methods that compress: neither the control nor BF16 under a shorter window."""
+        return tuple(method.label for method in self.methods if method.name != CONTROL)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, methods by label."""
         return asdict(self) | {"methods": [method.label for method in self.methods]}

@@ -75,7 +75,7 @@ def all_plots(results: Results) -> list[Plot]:
 def quality_by_bits(results: Results, kind: str) -> Plot | None:
     """PSNR against bits per element, with intervals."""
     points = []
-    for index, label in enumerate(_compressed(results)):
+    for index, label in enumerate(results.experiment.compressed):
         bits = summary.estimate(results, kind, label, "bits_per_element")
         quality = summary.estimate(results, kind, label, "psnr")
         if math.isfinite(bits.mean) and math.isfinite(quality.mean):
@@ -101,7 +101,9 @@ def quality_by_bits(results: Results, kind: str) -> Plot | None:
 
 def quality_over_time(results: Results, kind: str) -> Plot | None:
     """PSNR of each frame, errors averaged over scenes before the logarithm."""
-    curves = {label: _mean_curve(_cells(results, kind, label), "psnr") for label in _compressed(results)}
+    curves = {
+        label: _mean_curve(_cells(results, kind, label), "psnr") for label in colours(results) if label != CONTROL
+    }
     lines = {}
     for label, curve in curves.items():
         quality = np.array([decibels(error) for error in curve])
@@ -114,7 +116,10 @@ def quality_over_time(results: Results, kind: str) -> Plot | None:
 
 def shift_over_time(results: Results, kind: str) -> Plot | None:
     """Selection shift at each position of the active chunk."""
-    lines = {label: 100 * _nan_mean(_cells(results, kind, label), "selection_shift") for label in _compressed(results)}
+    lines = {
+        label: 100 * _nan_mean(_cells(results, kind, label), "selection_shift")
+        for label in results.experiment.compressed
+    }
     if not any(np.isfinite(line).any() for line in lines.values()):
         return None
     caption = "How often a query's largest logit moves to another past token, over real queries of the rollout."
@@ -124,7 +129,7 @@ def shift_over_time(results: Results, kind: str) -> Plot | None:
 def shift_by_head(results: Results, kind: str) -> Plot | None:
     """Selection shift by layer and head, one panel per method."""
     grids = {}
-    for label in _compressed(results):
+    for label in results.experiment.compressed:
         maps = [
             cell.measurement.maps["selection_shift"]
             for cell in _cells(results, kind, label)
@@ -165,10 +170,6 @@ def _lines(results: Results, lines: dict[str, np.ndarray], title: str, caption: 
         for label, line in lines.items() if np.isfinite(line).any()
     )  # fmt: skip
     return Plot(title, caption, f"Line plot, {up} by {across}: {told}.", picture)
-
-
-def _compressed(results: Results) -> list[str]:
-    return [method.label for method in results.experiment.methods if method.label != CONTROL]
 
 
 def _cells(results: Results, kind: str, label: str) -> list[Cell]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from quantwm_eval import metrics
 from quantwm_eval.estimate import Estimate, bootstrap, proportion
-from quantwm_eval.experiment import CONTROL
 from quantwm_eval.metric import Quantity
 from quantwm_eval.results import Cell, Results
 
@@ -105,7 +104,7 @@ def detail_table(results: Results, kind: str) -> Table:
 def _table(results: Results, title: str, columns: Sequence[tuple[Quantity, str]]) -> Table:
     labels = [method.label for method in results.experiment.methods]
     grid = {label: [estimate(results, kind, label, quantity.name) for quantity, kind in columns] for label in labels}
-    rivals = [label for label in labels if label != CONTROL]
+    rivals = results.experiment.compressed
     best = [
         best_mean(quantity, [grid[label][index].mean for label in rivals])
         for index, (quantity, _) in enumerate(columns)

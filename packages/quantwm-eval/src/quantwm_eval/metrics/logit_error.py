@@ -19,6 +19,7 @@ def logit_error(recording: Recording) -> float:
         The ratio; NaN where no query met a sealed token.
 
     >>> import numpy as np
+    >>> import numpy as np
     >>> one = np.ones((1, 1, 1))
     >>> logit_error(Recording(queries=one, shifted=one, error_energy=one, logit_energy=8 * one))
     0.125

@@ -19,6 +19,7 @@ def selection_shift(recording: Recording) -> float:
         The ratio; NaN where no query met a sealed token.
 
     >>> import numpy as np
+    >>> import numpy as np
     >>> one = np.ones((1, 1, 1))
     >>> selection_shift(Recording(queries=4 * one, shifted=one, error_energy=one, logit_energy=one))
     0.25

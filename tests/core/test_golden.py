@@ -1,0 +1,87 @@
+"""Files of every format version are read by today's code, and today's code still writes those of its own version.
+
+See ``tests/core/golden/make.py`` for how they were made.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantwm_core import archive, load
+from quantwm_core.chunk import FORMAT_VERSION, KINDS, SealedTensor, read_arrays, save
+from tests.core import tolerances
+from tests.core.compare import assert_bits, assert_within
+from tests.core.golden import make
+
+FILES = sorted(make.FOLDER.glob("*.qwm.safetensors"))
+# Their arithmetic is one number at a time, so any machine writes the same bytes.
+ELEMENTWISE = ("bf16", "kivi", "rtn", "rtn-channel")
+PSAC = ("basis", "coefficient_scales", "coefficients", "bitmap", "sparse_values", "sparse_counts", "layout")
+
+
+def test_every_entry_has_a_file_of_this_version() -> None:
+    present = {path.name.split(".")[0] for path in FILES if f".v{FORMAT_VERSION}." in path.name}
+    assert present == set(make.SCHEMES)
+    assert all(path.stat().st_size < 30_000 for path in make.FOLDER.iterdir() if path.is_file())
+
+
+def test_the_files_hold_what_the_format_can_hold() -> None:
+    first, second = load(make.sealed_path("quantwm"))[0][0]
+    assert "basis" not in first.keys.arrays
+    assert {"basis", "coefficients"} <= second.keys.arrays.keys()
+    sparse = load(make.sealed_path("quantwm-sparse"))[0][0][1].keys.arrays
+    assert sparse["layout"].tolist() == [[1, 0]]
+    assert sparse["coefficients"].shape == (1, 67, 4)
+    assert sparse["sparse_values"].size > 0
+    assert [sealed.keys.method for sealed in load(make.sealed_path("kivi"))[0][0]] == ["kivi", "kivi", "bf16"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_file_decodes_to_what_it_always_decoded_to(path: Path) -> None:
+    layers, _ = load(path)
+    expected, _ = read_arrays(path.with_name(path.name.replace(".qwm.", ".expected.")))
+    assert list(layers) == [0]
+    restored = archive.restore(layers[0])
+    for kind in KINDS:
+        got, want = getattr(restored, kind), expected[kind]
+        if not any("basis" in sealed.keys.arrays for sealed in layers[0]) or kind == "values":
+            assert_bits(f"{path.name} {kind}", got, want)
+            continue
+        # The correction is a matrix product, whose sum another machine may round differently.
+        differs = got.view(np.uint16) != want.view(np.uint16)
+        assert differs.mean() <= tolerances.GOLDEN_SHARE
+        step = np.abs(want.astype(float)) * tolerances.BF16_ROUNDING * 2
+        assert_within(f"{path.name} {kind}", got, want, step + tolerances.FP32_ROUNDING)
+
+
+@pytest.mark.parametrize("name", list(make.SCHEMES))
+def test_todays_encoder_writes_the_same_file(name: str, tmp_path: Path) -> None:
+    chunks = archive.compress(make.recording(), make.SCHEMES[name], make.CHUNK_TOKENS)
+    if name in ELEMENTWISE:
+        save(tmp_path / "again", {0: chunks})
+        assert (tmp_path / "again").read_bytes() == make.sealed_path(name).read_bytes()
+        return
+    wanted = load(make.sealed_path(name))[0][0]
+    for got, want in zip(chunks, wanted, strict=True):
+        assert (got.start, got.stop) == (want.start, want.stop)
+        for kind in KINDS:
+            _assert_same_tensor(f"{name}, tokens {got.start}, {kind}", getattr(got, kind), getattr(want, kind))
+
+
+def _assert_same_tensor(label: str, got: SealedTensor, want: SealedTensor) -> None:
+    """The clustered parts to the bit; the low-rank part, which eigenvectors and products go into, nearly."""
+    assert (got.method, dict(got.parameters), got.shape) == (want.method, dict(want.parameters), want.shape)
+    assert sorted(got.arrays) == sorted(want.arrays)
+    for name in want.arrays.keys() - set(PSAC):
+        assert_bits(f"{label} {name}", got.arrays[name], want.arrays[name])
+    if "basis" in want.arrays:
+        planes = [
+            array @ np.swapaxes(array, -1, -2) for array in (each.arrays["basis"].astype(float) for each in (got, want))
+        ]
+        assert_within(f"{label} U U^T", planes[0], planes[1], 2 * tolerances.BF16_ROUNDING)
+        scales = [each.arrays["coefficient_scales"].astype(float) for each in (got, want)]
+        assert_within(f"{label} scales", scales[0], scales[1], 4 * tolerances.BF16_ROUNDING * scales[1])
+    if "coefficients" in want.arrays:
+        steps = [each.arrays["coefficients"].astype(int) for each in (got, want)]
+        assert_within(f"{label} coefficients", steps[0], steps[1], 1)
