@@ -228,3 +228,16 @@ def test_help_names_the_methods(capsys: pytest.CaptureFixture[str]) -> None:
         main(["compress", "--help"])
     assert end.value.code == 0
     assert "bf16, kivi, quantwm, qvg, rtn" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("command", ["compress", "restore"])
+def test_the_input_is_never_written_over(command: str, dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = dump
+    if command == "restore":
+        file = dump.with_name("sealed.safetensors")
+        assert main(["compress", str(dump), "--chunk", "8", "--out", str(file)]) == 0
+    before = file.read_bytes()
+    extra = ["--chunk", "8"] if command == "compress" else []
+    assert main([command, str(file), *extra, "--out", str(file.parent / "." / file.name)]) == 2
+    assert "the input itself" in capsys.readouterr().err
+    assert file.read_bytes() == before

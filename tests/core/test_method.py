@@ -154,3 +154,21 @@ def test_a_scheme_is_a_value() -> None:
     assert scheme("quantwm", rank=4) == scheme("quantwm", rank=4) != scheme("quantwm")
     assert Scheme(methods.get("bf16"), methods.get("bf16")).name == "bf16"
     assert decode(scheme("bf16").seal(_unit(), _unit()))[0].dtype == BF16
+
+
+@pytest.mark.parametrize("per_seal", [0, -1, True])
+def test_chunks_per_seal_is_a_whole_number_of_at_least_one(per_seal: int) -> None:
+    with pytest.raises(ParameterError, match="chunks_per_seal"):
+        scheme("quantwm", chunks_per_seal=per_seal)
+
+
+@pytest.mark.parametrize("name", ["quantwm", "qvg"])
+@pytest.mark.parametrize("group_size", [0, -8, 7])
+def test_a_group_size_that_fits_nothing_is_refused_at_once(name: str, group_size: int) -> None:
+    with pytest.raises(ParameterError, match="group size"):
+        scheme(name, group_size=group_size)
+
+
+def test_an_empty_name_is_no_name() -> None:
+    with pytest.raises(UnknownNameError):
+        scheme("quantwm", values="")

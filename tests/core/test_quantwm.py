@@ -130,7 +130,7 @@ def test_a_rank_of_all_directions_leaves_only_the_coefficient_steps() -> None:
 
 def test_a_warm_start_continues_from_the_unit_before() -> None:
     method = methods.get("quantwm", warm_start=True, centroids=4)
-    first, second = (strategies.unit(("clusters",), seed, 60, 32) for seed in (0, 1))
+    first, second = (strategies.unit(("normal",), seed, 60, 32) for seed in (0, 1))
     previous = method.seal("values", first)
     sealed = method.seal("values", second, None, previous)
     want = codebook.fit(second, 4, None, 2, previous.arrays["centroids"])

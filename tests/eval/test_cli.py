@@ -16,7 +16,7 @@ from quantwm_eval import __version__, cli
         (["--methods", "quantwm:rank=0.5"], "rank"),
         (["--scenes", "0"], "at least 1"),
         (["--scenes", "many"], "whole number"),
-        (["--scenes", "100000"], "the demo world has 0 to 999"),
+        (["--scenes", "999999999"], "the demo world has 1000 scenes"),
         (["--frames", "-4"], "at least 1"),
         (["--frames", "6"], "multiple of 4"),
         (["--frames", "4000"], "up to 1020"),

@@ -1,6 +1,7 @@
 """What a cache gives back, holds and reports."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantwm_core import methods
+from quantwm_core.errors import DeviceError, DtypeError
 from quantwm_core.method import decode, scheme
 from quantwm_core.stream import Span
 from quantwm_kernels.bridge import to_numpy
@@ -327,3 +329,20 @@ def test_inference_mode_and_no_grad_may_alternate() -> None:
     with torch.inference_mode():
         fill(cache, 1, first=4)
         assert cache.read()[0].shape[2] == 80
+
+
+@pytest.mark.parametrize("scheme_name", ["quantwm", "bf16"])
+def test_queries_from_nowhere_are_refused_and_the_cache_goes_on(scheme_name: str) -> None:
+    cache = LayerCache(scheme_name)
+    keys = normal(1, 2, 16, 32, seed=1)
+    cache.append(keys, keys)
+    wrongs: list[tuple[Any, type[Exception]]] = [
+        (keys.to("meta"), DeviceError),
+        (keys.int(), DtypeError),
+        ([1.0], DtypeError),
+    ]
+    for wrong, error in wrongs:
+        with pytest.raises(error, match="queries"):
+            cache.observe(wrong)
+    cache.append(keys, keys)
+    assert cache.tokens == 32

@@ -378,3 +378,14 @@ def test_a_range_cannot_be_written_or_asked_for_anything(call: Callable[[Handle]
 def test_a_store_of_another_rank_is_refused() -> None:
     with pytest.raises(ShapeError, match=r"need \[B, tokens, heads, head_dim\]"):
         pair(LayerCache("bf16"), (1, 64, 32))
+
+
+def test_a_write_that_is_repeated_after_its_twin_was_refused_counts_and_the_first_does_not() -> None:
+    keys, values, cache = stores()
+    write(keys, values, 0, 1)
+    keys[:, CHUNK : 2 * CHUNK] = tokens(7)
+    with pytest.raises(QuantWMError):
+        values[:, CHUNK : 2 * CHUNK] = torch.randn(1, CHUNK, 2, 14)
+    write(keys, values, CHUNK, 9)
+    got, _ = cache.read(CHUNK, 2 * CHUNK)
+    assert torch.equal(got, tokens(9).to(torch.bfloat16).transpose(1, 2))

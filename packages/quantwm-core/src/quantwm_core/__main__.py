@@ -58,6 +58,7 @@ def _compress(options: argparse.Namespace) -> None:
     for number, dump in archive.collect(arrays).items():
         layers[number] = archive.compress(dump, scheme, options.chunk, number)
     out = options.out or options.file.with_name(options.file.name.removesuffix(".safetensors") + SUFFIX)
+    _check_apart(options.file, out)
     chunk.save(out, layers)
     print(f"{out}: {_summary(layers)}")
 
@@ -70,8 +71,15 @@ def _restore(options: argparse.Namespace) -> None:
         arrays |= {f"layer.{number}.keys": dump.keys, f"layer.{number}.values": dump.values}
     stem = options.file.name.removesuffix(SUFFIX).removesuffix(".safetensors")
     out = options.out or options.file.with_name(f"{stem}.restored.safetensors")
+    _check_apart(options.file, out)
     chunk.write_arrays(out, arrays)
     print(f"{out}: {sum(array.nbytes for array in arrays.values())} bytes of BF16")
+
+
+def _check_apart(source: Path, out: Path) -> None:
+    """Refuse to write over the file that was read."""
+    if out.resolve() == source.resolve():
+        raise ParameterError(f"{out}: that is the input itself; name another file with --out")
 
 
 def _inspect(options: argparse.Namespace) -> None:

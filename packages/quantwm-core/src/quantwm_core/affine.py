@@ -37,6 +37,15 @@ def default_group_size(channels: int) -> int:
     return max(size for size in range(4, MAX_GROUP + 1, 4) if channels % size == 0)
 
 
+def check_group_multiple(group_size: int | None) -> None:
+    """Raise :class:`ParameterError` for a group size that fits no head dimension; None, the default, passes.
+
+    >>> check_group_multiple(64)
+    """
+    if group_size is not None and (group_size < 4 or group_size % 4):
+        raise ParameterError(f"group size {group_size}: need a positive multiple of 4")
+
+
 def check_group_size(channels: int, group_size: int) -> int:
     """Return how many groups a token has, or raise :class:`ParameterError` if they do not fit.
 

@@ -80,8 +80,9 @@ class Scheme:
     decay: float | None = None
 
     def __post_init__(self) -> None:
-        if self.chunks_per_seal < 1:
-            raise ParameterError(f"chunks_per_seal {self.chunks_per_seal}: need at least 1")
+        per_seal: object = self.chunks_per_seal  # what came may be no number at all
+        if not isinstance(per_seal, int) or isinstance(per_seal, bool) or per_seal < 1:
+            raise ParameterError(f"chunks_per_seal {per_seal!r}: need a whole number of at least 1")
         statistics.check_decay(self.decay)
 
     @property
@@ -206,7 +207,7 @@ def scheme(
     >>> scheme("quantwm", preset="paper").chunks_per_seal
     2
     """
-    names = (keys or method, values or method)
+    names = (method if keys is None else keys, method if values is None else values)
     known = [methods.parameter_names(name) for name in names]
     for parameter in parameters:
         if not any(parameter in own for own in known):
@@ -220,4 +221,4 @@ def scheme(
         methods.get(name, **{key: value for key, value in settings.items() if key in own})
         for name, own in zip(names, known, strict=True)
     ]
-    return Scheme(pair[0], pair[1], int(per_seal), decay)
+    return Scheme(pair[0], pair[1], per_seal, decay)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from quantwm_core import methods
 from quantwm_core.errors import QuantWMError
 from quantwm_eval import __version__, experiment, output, provenance, report
-from quantwm_eval.demo_host import DemoHost
+from quantwm_eval.demo_host import MOST_SCENES, DemoHost
 from quantwm_eval.experiment import Experiment, MethodChoice, with_control
 from quantwm_eval.produce import Product, produce
 from quantwm_eval.run import count_chunks
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     one.add_argument(
-        "--scenes", type=_positive, default=8, metavar="N", help="random walks, and as many look-away scenes"
+        "--scenes", type=_scenes, default=4, metavar="N", help="random walks, and as many look-away scenes"
     )
     one.add_argument("--frames", type=_positive, default=40, metavar="N", help="frames of a walk, a multiple of 4")
     one.add_argument(
@@ -142,6 +142,13 @@ def _positive(text: str) -> int:
     number = int(text) if text.isascii() and text.isdigit() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: need a whole number of at least 1")
+    return number
+
+
+def _scenes(text: str) -> int:
+    number = _positive(text)
+    if number > MOST_SCENES:
+        raise argparse.ArgumentTypeError(f"{text!r}: the demo world has {MOST_SCENES} scenes")
     return number
 
 

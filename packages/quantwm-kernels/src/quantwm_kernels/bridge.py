@@ -17,12 +17,15 @@ _CARRIERS = {torch.bfloat16: (torch.int16, BF16), torch.float8_e4m3fn: (torch.ui
 _RETURNS = {BF16: (np.dtype(np.int16), torch.bfloat16), E4M3: (np.dtype(np.uint8), torch.float8_e4m3fn)}
 
 
-def check_detached(tensor: Tensor, name: str = "tensor") -> None:
-    """Refuse a tensor that records gradients.
+def check_detached(tensor: object, name: str = "tensor") -> None:
+    """Refuse what is no tensor, and a tensor that records gradients.
 
     Raises:
+        DtypeError: Not a torch tensor.
         StateError: ``tensor.requires_grad``.
     """
+    if not isinstance(tensor, Tensor):
+        raise DtypeError(f"{name}: got {type(tensor).__name__}, need a torch.Tensor")
     if tensor.requires_grad:
         raise StateError(
             f"{name}: the tensor requires grad, and quantized storage has no gradient; "

@@ -12,16 +12,16 @@ from jaxtyping import BFloat16, Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from quantwm_core.errors import ParameterError, ShapeError, StateError
+from quantwm_core.errors import DtypeError, ParameterError, ShapeError, StateError
 from quantwm_core.method import Scheme
 from quantwm_core.method import scheme as make_scheme
 from quantwm_core.stream import Stream
-from quantwm_kernels.bridge import check_detached
+from quantwm_kernels.bridge import check_detached, check_device
 from quantwm_kernels.chunk import SealedChunk, storage_nbytes
 from quantwm_kernels.statistics import second_moment
 from quantwm_models.causality import CausalQueries
 from quantwm_models.contents import Contents, located
-from quantwm_models.geometry import Geometry, copied_chunk
+from quantwm_models.geometry import ACCEPTED, Geometry, copied_chunk
 from quantwm_models.observer import CacheObserver
 from quantwm_models.report import CacheReport
 from quantwm_models.workspace import Segment, Workspace
@@ -158,7 +158,7 @@ class LayerCache:
     def observe(self, queries: Float[Tensor, "batch query_heads tokens channels"]) -> None:
         """Fold one attention call's queries into the statistics; no query is kept.
 
-        They count for units that begin after the chunk that is active now.
+        They count for units that begin after the chunk that is active now. A scheme that uses no queries ignores them.
 
         Args:
             queries: BF16, FP16 or FP32 ``[B, Hq, T, D]``, in the frame of the cached keys; ``Hq`` a multiple of ``H``.
@@ -169,6 +169,9 @@ class LayerCache:
         """
         with self._located():
             check_detached(queries, "queries")
+            check_device(queries, "queries")
+            if queries.dtype not in ACCEPTED:
+                raise DtypeError(f"queries: got {queries.dtype}, need torch.bfloat16, float16 or float32")
             batch, heads, channels, _, _ = self._known()
             fits = queries.ndim == 4 and queries.shape[0] == batch and queries.shape[3] == channels
             if not fits or queries.shape[1] % heads:

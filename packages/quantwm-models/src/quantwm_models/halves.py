@@ -78,7 +78,7 @@ class Halves:
         """
         self._waiting[kind].append(operation)
         if len(self._waiting[kind]) > MOST_WAITING:
-            self._drop()
+            self.drop()
             raise StateError(
                 f"layer {self.cache.layer}: {kind} were written {MOST_WAITING + 1} times without the other half; "
                 "the store serves hosts that write keys and values in turn"
@@ -93,7 +93,7 @@ class Halves:
         elif isinstance(keys, Write) and isinstance(values, Write) and keys.place == values.place:
             self._write(keys.place, keys.tensor, values.tensor)
         else:
-            self._drop()
+            self.drop()
             raise StateError(
                 f"layer {self.cache.layer}: the host did {_brief(keys)} with its keys and {_brief(values)} with its "
                 "values; the store serves hosts that treat both alike"
@@ -125,7 +125,8 @@ class Halves:
                 f"({begin} to {cache.tokens}), those behind it, and 0 for a new video: the others are sealed"
             )
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Forget what waits for its twin."""
         for queue in self._waiting.values():
             queue.clear()
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantwm_core.chunk import Kind
-from quantwm_core.errors import ShapeError
+from quantwm_core.errors import QuantWMError, ShapeError
 from quantwm_core.stream import Span
 from quantwm_kernels.bridge import check_detached
 from quantwm_models.cache import LayerCache
@@ -79,13 +79,20 @@ class Store(Sized):
             ShapeError: The value does not fit the slots.
             QuantWMError: The cache refuses it.
         """
-        slots = self._slots(key)
+        try:
+            operation = self._operation(self._slots(key), value)
+        except QuantWMError:
+            self.halves.drop()  # a host that tries again begins with its keys: the old ones must not wait for the new values
+            raise
+        self.halves.put(self.kind, operation)
+
+    def _operation(self, slots: Span, value: object) -> Roll | Write:
+        """What an assignment to ``slots`` means."""
         if isinstance(value, Handle) and value.store is self:
             if value.slots.tokens != slots.tokens:
                 raise ShapeError(f"{self}: {value} does not fit slots {slots.start} to {slots.stop}")
             value.check_current()
-            self.halves.put(self.kind, Roll(slots, value.slots))
-            return
+            return Roll(slots, value.slots)
         tensor = value.tensor() if isinstance(value, Handle) else value
         if not isinstance(tensor, Tensor):
             raise HostError(
@@ -99,7 +106,7 @@ class Store(Sized):
                 f"need {[batch, slots.tokens, heads, channels]}"
             )
         # The host may reuse its memory before the other half comes.
-        self.halves.put(self.kind, Write(slots, tensor.transpose(1, 2).clone()))
+        return Write(slots, tensor.transpose(1, 2).clone())
 
     def __getattr__(self, name: str) -> Any:
         raise HostAttributeError(f"a host asked {self.__class__.__name__} for {name!r}; {SUPPORTED}")

@@ -56,6 +56,7 @@ class QuantWM:
         if self.metric not in METRICS:
             raise ParameterError(f"quantwm metric {self.metric!r}: known: {', '.join(METRICS)}")
         codebook.check_size(self.centroids)
+        affine.check_group_multiple(self.group_size)
         if self.candidates < 1 or self.rank < 0 or self.iterations < 0 or not 0 <= self.threshold < math.inf:
             raise ParameterError(
                 f"quantwm candidates {self.candidates}, rank {self.rank}, iterations {self.iterations}, "

@@ -44,6 +44,7 @@ class QVG:
         if self.quantizer not in QUANTIZERS:
             raise ParameterError(f"qvg quantizer {self.quantizer!r}: known: {', '.join(QUANTIZERS)}")
         codebook.check_size(self.centroids)
+        affine.check_group_multiple(self.group_size)
         if self.stages < 1 or self.iterations < 0:
             raise ParameterError(f"qvg stages {self.stages}, iterations {self.iterations}: need at least 1 and 0")
 
