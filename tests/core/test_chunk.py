@@ -127,6 +127,8 @@ def test_the_same_chunks_give_the_same_file(tmp_path: Path) -> None:
         save(tmp_path / f"{number}", {0: [_sealed()], 1: [_sealed("kivi")]}, metadata)
         files.append((tmp_path / f"{number}").read_bytes())
     assert len(set(files)) == 1
+    header, _ = _parts(files[0])  # in every process, that is, and not by the hashes of one
+    assert list(header["__metadata__"]) == sorted(header["__metadata__"])
 
 
 def test_loaded_chunks_are_saved_as_the_same_file(path: Path, tmp_path: Path) -> None:
