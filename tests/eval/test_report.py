@@ -25,7 +25,7 @@ from tests.eval.fake_host import FakeHost
 METHODS = (MethodChoice("bf16"), MethodChoice("rtn"), MethodChoice.parse("quantwm:rank=2"))
 WANTED = Experiment(METHODS, scenes=(0, 1, 2), frames=12, chunks_per_seal=1)
 ADDRESSES = ("src", "href", "poster", "data", "action", "srcset", "xlink:href", "background", "formaction")
-VOID = {"meta", "link", "img", "input", "br", "hr", "source"}
+VOID = {"meta", "link", "img", "input", "br", "hr", "source", "wbr"}
 
 
 class Element(NamedTuple):
