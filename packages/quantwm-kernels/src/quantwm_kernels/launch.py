@@ -1,0 +1,94 @@
+"""How the Triton kernels are launched: sizes and warps as data, one decision about rounding, and what must hold first.
+
+A kernel finds its entry of :data:`LAUNCHES` under its own name. Whatever differs between devices is a line of data
+here, so a benchmark can try other sizes and a test can fix one, without touching a kernel.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantwm_core.errors import DeviceError
+
+FUSE_MULTIPLY_ADD = False
+"""Whether ``a * b + c`` may round once. NumPy rounds twice, so a kernel does too, or stored codes would differ."""
+
+_TRUE = ("1", "true", "yes", "on", "y")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Sizes that one kernel is compiled and launched with.
+
+    Attributes:
+        warps: Warps of a program.
+        stages: Depth of the software pipeline.
+        blocks: Sizes that the kernel takes as compile-time constants, by the name of the argument.
+    """
+
+    warps: int = 4
+    stages: int = 1
+    blocks: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Keyword arguments of the launch: the blocks and what Triton's compiler takes.
+
+        >>> Launch(warps=2, blocks={"BLOCK": 64}).options
+        {'BLOCK': 64, 'num_warps': 2, 'num_stages': 1, 'enable_fp_fusion': False}
+        """
+        return {**self.blocks, **self.compiler_options}
+
+    @property
+    def compiler_options(self) -> dict[str, int | bool]:
+        """What Triton's compiler takes, without the blocks."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": FUSE_MULTIPLY_ADD}
+
+
+LAUNCHES: Mapping[str, Launch] = {
+    "pack_codes": Launch(blocks={"BLOCK": 1024}),
+    "unpack_codes": Launch(blocks={"BLOCK": 1024}),
+    "encode_scales": Launch(blocks={"BLOCK": 1024}),
+    "decode_scales": Launch(blocks={"BLOCK": 1024}),
+}
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on tensors in the memory of the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
+
+
+def check_available(name: str = "tensor") -> None:
+    """Refuse to launch where there is no Triton.
+
+    Raises:
+        DeviceError: The triton package is not installed.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise DeviceError(
+            f"{name}: kernels for CUDA tensors need the package triton, which is not installed; "
+            "install quantwm-kernels[gpu], or move the tensor with tensor.cpu()"
+        )
+
+
+def on_device(tensor: Tensor, name: str = "tensor") -> AbstractContextManager[object]:
+    """Context in which a kernel runs where ``tensor`` lives.
+
+    Raises:
+        DeviceError: It lives on the CPU and the interpreter is off, or on a device that Triton does not serve here.
+    """
+    if tensor.is_cuda:
+        return torch.cuda.device(tensor.device)
+    if tensor.device.type == "cpu" and interpreted():
+        return nullcontext()
+    raise DeviceError(
+        f"{name}: the tensor lives on {tensor.device} and this kernel runs on CUDA devices; move it with tensor.cuda(), "
+        "or set TRITON_INTERPRET=1 before Python starts to run kernels on CPU tensors"
+    )
