@@ -31,11 +31,15 @@ class Launch:
         warps: Warps of a program.
         stages: Depth of the software pipeline.
         blocks: Sizes that the kernel takes as compile-time constants, by the name of the argument.
+        programs: Where a program may take several tiles: programs per processor that are worth having first.
+        most_tiles: Tiles that a program takes at most.
     """
 
     warps: int = 4
     stages: int = 1
     blocks: Mapping[str, int] = field(default_factory=dict)
+    programs: int = 0
+    most_tiles: int = 1
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -57,6 +61,7 @@ LAUNCHES: Mapping[str, Launch] = {
     "unpack_codes": Launch(blocks={"BLOCK": 1024}),
     "encode_scales": Launch(blocks={"BLOCK": 1024}),
     "decode_scales": Launch(blocks={"BLOCK": 1024}),
+    "read_kernel": Launch(warps=4, blocks={"BLOCK_TOKENS": 32}, programs=32, most_tiles=16),
 }
 
 
@@ -85,7 +90,8 @@ def on_device(tensor: Tensor, name: str = "tensor") -> AbstractContextManager[ob
         DeviceError: It lives on the CPU and the interpreter is off, or on a device that Triton does not serve here.
     """
     if tensor.is_cuda:
-        return torch.cuda.device(tensor.device)
+        current = tensor.device.index == torch.cuda.current_device()
+        return nullcontext() if current else torch.cuda.device(tensor.device)
     if tensor.device.type == "cpu" and interpreted():
         return nullcontext()
     raise DeviceError(
