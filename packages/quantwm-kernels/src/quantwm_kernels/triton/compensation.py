@@ -11,7 +11,7 @@ import triton.language as tl
 
 from quantwm_core import psac
 from quantwm_kernels.recipe import Field
-from quantwm_kernels.triton.clustered import wide
+from quantwm_kernels.triton.clustered import bytes_at, halves_at, wide
 from quantwm_kernels.triton.domain import MATRIX_DTYPE
 
 BASIS: tl.constexpr = tl.constexpr(int(Field.BASIS))
@@ -27,50 +27,76 @@ SPARSE_SIZE: tl.constexpr = tl.constexpr(int(Field.SPARSE_SIZE))
 TOKENS_PER_COUNT: tl.constexpr = tl.constexpr(psac.TOKENS_PER_COUNT)
 HIGH_HALF: tl.constexpr = tl.constexpr(-65536)
 FLAGS: tl.constexpr = tl.constexpr(64)
+# Directions of a matrix operand; more than MOST are taken in parts of as many, and no operand is kept.
+FEW: tl.constexpr = tl.constexpr(8)
+MOST: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
 def directions(
-    row, stream, begin, CHANNELS: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr
-):
+    row, stream, begin, present, CHANNELS: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
     """Matrix operand ``[2 * PADDED, WIDE]``: high and low parts of ``a_i U_ji`` for directions from ``begin``."""
     direction = begin + tl.arange(0, 2 * PADDED) % PADDED
     channel = tl.arange(0, WIDE)
-    basis = tl.load(row + BASIS).to(tl.pointer_type(tl.uint16)) + stream * CHANNELS * RANK
-    exists = (direction < RANK)[:, None] & (channel < CHANNELS)[None, :]
+    known = present & (direction < RANK)
+    basis = halves_at(tl.load(row + BASIS), stream * CHANNELS * RANK)
+    exists = known[:, None] & (channel < CHANNELS)[None, :]
     entry = wide(tl.load(basis + channel[None, :] * RANK + direction[:, None], mask=exists, other=0))
-    scales = tl.load(row + COEFFICIENT_SCALES).to(tl.pointer_type(tl.uint16)) + stream * RANK
-    scaled = entry * wide(tl.load(scales + direction, mask=direction < RANK, other=0))[:, None]
+    scales = halves_at(tl.load(row + COEFFICIENT_SCALES), stream * RANK)
+    scaled = entry * wide(tl.load(scales + direction, mask=known, other=0))[:, None]
     high = (scaled.to(tl.int32, bitcast=True) & HIGH_HALF).to(tl.float32, bitcast=True)
     is_high = (tl.arange(0, 2 * PADDED) < PADDED)[:, None]
     return tl.where(is_high, high, scaled - high).to(MATRIX_DTYPE)
 
 
 @triton.jit
+def kept_directions(row, stream, present, CHANNELS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr):
+    """The operand that serves all tokens of a stream, where the directions are few enough to keep it."""
+    PADDED: tl.constexpr = FEW if RANK <= FEW else MOST
+    return directions(row, stream, 0, present, CHANNELS, RANK, PADDED, WIDE)
+
+
+@triton.jit
 def place_of(row, stream, SPARSE: tl.constexpr):
-    """Whether a stream's coefficients are sparse, and its place among the streams of its kind; -1 if there is none."""
+    """Whether a stream's coefficients are sparse, its place among the streams of its kind, and whether it has any."""
     flag = tl.zeros((), tl.int32)
     place = stream
+    compensated = tl.load(row + BASIS) != 0
     if SPARSE:
         layout = tl.load(row + LAYOUT)
         if layout != 0:
-            flags = layout.to(tl.pointer_type(tl.uint8))
+            flags = bytes_at(layout, 0)
             flag = (tl.load(flags + stream) != 0).to(tl.int32)
             place = tl.zeros((), tl.int64)
             for begin in range(0, stream.to(tl.int32), FLAGS):
                 other = begin + tl.arange(0, FLAGS)
                 kind = (tl.load(flags + other, mask=other < stream, other=0) != 0).to(tl.int32)
                 place += tl.sum(((kind == flag) & (other < stream)).to(tl.int32)).to(tl.int64)
-            place = tl.where(place < tl.load(row + tl.where(flag != 0, SPARSE_STREAMS, DENSE_STREAMS)), place, -1)
-    return flag, place
+            streams = tl.load(row + tl.where(flag != 0, SPARSE_STREAMS, DENSE_STREAMS))
+            compensated = compensated & (place < streams)
+    return flag, place, compensated
 
 
 @triton.jit
-def dense_steps(row, place, first, local, exists, tokens, direction, RANK: tl.constexpr):
+def steps_at(row, place, tokens, RANK: tl.constexpr, SPARSE: tl.constexpr):
+    """Pointers to a stream's dense steps, or to its bitmap, counts and values, and how many values there are."""
+    dense = tl.load(row + COEFFICIENTS).to(tl.pointer_type(tl.int8)) + place * tokens * RANK
+    bitmap, counts, values, size = 0, 0, 0, 0
+    if SPARSE:
+        bitmap = bytes_at(tl.load(row + BITMAP), place * ((tokens * RANK + 7) // 8))
+        counts = tl.load(row + SPARSE_COUNTS).to(tl.pointer_type(tl.int32))
+        counts += place * ((tokens + TOKENS_PER_COUNT - 1) // TOKENS_PER_COUNT)
+        values = tl.load(row + SPARSE_VALUES).to(tl.pointer_type(tl.int8))
+        size = tl.load(row + SPARSE_SIZE)
+    return dense, bitmap, counts, values, size
+
+
+@triton.jit
+def dense_steps(dense, first, local, exists, direction, RANK: tl.constexpr):
     """FP32 coefficient steps ``[tokens, directions]``."""
-    values = tl.load(row + COEFFICIENTS).to(tl.pointer_type(tl.int8)) + (place * tokens + first) * RANK
-    inside = (exists & (place >= 0))[:, None] & (direction < RANK)[None, :]
-    return tl.load(values + (local[:, None] * RANK + direction[None, :]), mask=inside, other=0).to(tl.float32)
+    inside = exists[:, None] & (direction < RANK)[None, :]
+    return tl.load(dense + first * RANK + (local[:, None] * RANK + direction[None, :]), mask=inside, other=0).to(tl.float32)
 
 
 @triton.jit
@@ -84,50 +110,64 @@ def bits_of(bitmap, token, exists, direction, RANK: tl.constexpr):
 
 @triton.jit
 def sparse_steps(
-    row, place, first, local, exists, tokens, begin, RANK: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr
-):
+    bitmap, counts, values, size, first, local, exists, begin,
+    RANK: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
     """FP32 coefficient steps ``[tokens, PADDED]`` of a sparse stream, for the directions from ``begin``.
 
     A value's position is the count of its block of tokens and the bits that are set between that block's begin and it.
     """
-    bitmap = tl.load(row + BITMAP).to(tl.pointer_type(tl.uint8)) + place * ((tokens * RANK + 7) // 8)
-    counts = tl.load(row + SPARSE_COUNTS).to(tl.pointer_type(tl.int32))
-    counts += place * ((tokens + TOKENS_PER_COUNT - 1) // TOKENS_PER_COUNT)
-    exists = exists & (place >= 0)
     every = tl.arange(0, ALL)
     block = first // TOKENS_PER_COUNT
     passed = block * TOKENS_PER_COUNT + tl.arange(0, TOKENS_PER_COUNT)
-    position = tl.sum(bits_of(bitmap, passed, (passed < first) & (place >= 0), every, RANK))
-    position += tl.load(counts + block, mask=place >= 0, other=0)
+    position = tl.load(counts + block) + tl.sum(bits_of(bitmap, passed, passed < first, every, RANK))
     bits = bits_of(bitmap, first + local, exists, every, RANK)
     per_token = tl.sum(bits, axis=1)
-    earlier = (
-        position
-        + tl.cumsum(per_token, axis=0)
-        - per_token
-        + tl.sum(bits * (every < begin)[None, :].to(tl.int32), axis=1)
-    )
+    lower = tl.sum(bits * (every < begin)[None, :].to(tl.int32), axis=1)
     own = bits_of(bitmap, first + local, exists, begin + tl.arange(0, PADDED), RANK)
+    earlier = position + tl.cumsum(per_token, axis=0) - per_token + lower
     position = earlier[:, None] + tl.cumsum(own, axis=1) - own
-    stored = (own != 0) & (position >= 0) & (position < tl.load(row + SPARSE_SIZE))
-    values = tl.load(row + SPARSE_VALUES).to(tl.pointer_type(tl.int8))
+    stored = (own != 0) & (position >= 0) & (position < size)
     return tl.load(values + position, mask=stored, other=0).to(tl.float32)
 
 
 @triton.jit
 def steps_operand(
-    row, flag, place, first, local, exists, tokens, begin,
-    RANK: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr, SPARSE: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
+    dense, bitmap, counts, values, size, flag, first, local, exists, begin,
+    RANK: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr, SPARSE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Matrix operand ``[tokens, 2 * PADDED]``: the steps of directions from ``begin``, twice."""
     direction = begin + tl.arange(0, 2 * PADDED) % PADDED
     if SPARSE:
         if flag != 0:
-            once = sparse_steps(row, place, first, local, exists, tokens, begin, RANK, PADDED, ALL)
+            once = sparse_steps(bitmap, counts, values, size, first, local, exists, begin, RANK, PADDED, ALL)
             steps = tl.reshape(tl.permute(tl.join(once, once), (0, 2, 1)), (BLOCK_TOKENS, 2 * PADDED))
         else:
-            steps = dense_steps(row, place, first, local, exists, tokens, direction, RANK)
+            steps = dense_steps(dense, first, local, exists, direction, RANK)
     else:
-        steps = dense_steps(row, place, first, local, exists, tokens, direction, RANK)
+        steps = dense_steps(dense, first, local, exists, direction, RANK)
     return steps.to(MATRIX_DTYPE)
+
+
+@triton.jit
+def correction(
+    row, stream, kept, dense, bitmap, counts, values, size, flag, first, local, exists,
+    CHANNELS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, SPARSE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """FP32 ``[tokens, WIDE]`` that PSAC adds."""
+    PADDED: tl.constexpr = FEW if RANK <= FEW else MOST
+    if RANK <= MOST:
+        steps = steps_operand(
+            dense, bitmap, counts, values, size, flag, first, local, exists, 0, RANK, PADDED, PADDED, SPARSE, BLOCK_TOKENS
+        )
+        total = tl.dot(steps, kept, input_precision="ieee")
+    else:
+        total = tl.zeros((BLOCK_TOKENS, WIDE), tl.float32)
+        for begin in range(0, RANK, PADDED):
+            steps = steps_operand(
+                dense, bitmap, counts, values, size, flag, first, local, exists, begin,
+                RANK, PADDED, WIDE, SPARSE, BLOCK_TOKENS,
+            )  # fmt: skip
+            part = directions(row, stream, begin, True, CHANNELS, RANK, PADDED, WIDE)
+            total = tl.dot(steps, part, total, input_precision="ieee")
+    return total

@@ -5,31 +5,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantwm_kernels.triton.clustered import SCALES, ZERO_POINTS, counted_codes, packed_words, wide
+from quantwm_kernels.triton.clustered import SCALES, ZERO_POINTS, counted_codes, halves_at, wide
 
 COUNTING_ZERO: tl.constexpr = tl.constexpr(2.0**23)
 
 
 @triton.jit
+def minima_at(row, stream, tokens, CHANNELS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr):
+    """Pointers to a stream's scales and minima."""
+    if BY_CHANNEL:
+        begin = stream * ((tokens + GROUP - 1) // GROUP) * CHANNELS
+    else:
+        begin = stream * tokens * ((CHANNELS + GROUP - 1) // GROUP)
+    return halves_at(tl.load(row + SCALES), begin), halves_at(tl.load(row + ZERO_POINTS), begin)
+
+
+@triton.jit
 def minmax(
-    row, first, local, inside, tokens, stream,
+    codes, scales, minima, first, local, inside, tokens,
     CHANNELS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """FP32 ``minimum + code * s'`` ``[tokens, words, lanes]``; a group is ``GROUP`` tokens of a channel, or channels."""
-    words = packed_words(row, first, local, inside, tokens, stream, CHANNELS, LANES, WORDS)
     channel = tl.arange(0, WORDS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
     exists = inside & (channel < CHANNELS)
     token = (first + local)[:, None, None]
     if BY_CHANNEL:
-        blocks = (tokens + GROUP - 1) // GROUP
-        offset = channel * blocks.to(tl.int64) + token // GROUP
-        begin = stream * blocks * CHANNELS
+        offset = channel * ((tokens + GROUP - 1) // GROUP) + token // GROUP
     else:
-        groups: tl.constexpr = (CHANNELS + GROUP - 1) // GROUP
-        offset = token * groups + channel // GROUP
-        begin = stream * tokens * groups
-    scales = tl.load(row + SCALES).to(tl.pointer_type(tl.uint16)) + begin
-    minima = tl.load(row + ZERO_POINTS).to(tl.pointer_type(tl.uint16)) + begin
+        offset = token * ((CHANNELS + GROUP - 1) // GROUP) + channel // GROUP
     step = wide(tl.load(scales + offset, mask=exists, other=0))
     low = wide(tl.load(minima + offset, mask=exists, other=0))
-    return low + (counted_codes(words, LANES) - COUNTING_ZERO) * step
+    code = counted_codes(codes, first, local, inside, CHANNELS, LANES, WORDS) - COUNTING_ZERO
+    return low + code * step

@@ -14,100 +14,50 @@ from torch import Tensor
 from quantwm_kernels.launch import on_device
 from quantwm_kernels.reading import Batch
 from quantwm_kernels.recipe import VECTOR_NBYTES, Field, Form, Recipe
-from quantwm_kernels.triton.clustered import CODES, centroid, channel_residual, residual
-from quantwm_kernels.triton.compensation import BASIS, directions, place_of, steps_operand
+from quantwm_kernels.triton.clustered import (
+    CODES,
+    centroid,
+    channel_residual,
+    codes_at,
+    halves_at,
+    residual,
+    scales_at,
+    stage_at,
+)
+from quantwm_kernels.triton.compensation import correction, kept_directions, place_of, steps_at
 from quantwm_kernels.triton.domain import to_bf16
-from quantwm_kernels.triton.minmax import minmax
+from quantwm_kernels.triton.minmax import minima_at, minmax
 
 TOKENS: tl.constexpr = tl.constexpr(int(Field.TOKENS))
 STOP: tl.constexpr = tl.constexpr(int(Field.STOP))
 SHIFT: tl.constexpr = tl.constexpr(int(Field.SHIFT))
 EXACT: tl.constexpr = tl.constexpr(int(Form.EXACT))
-AFFINE: tl.constexpr = tl.constexpr(int(Form.AFFINE))
 SYMMETRIC: tl.constexpr = tl.constexpr(int(Form.SYMMETRIC))
 CHANNEL_AFFINE: tl.constexpr = tl.constexpr(int(Form.CHANNEL_AFFINE))
 CHANNEL_MINMAX: tl.constexpr = tl.constexpr(int(Form.CHANNEL_MINMAX))
 # A matrix unit's smallest product has as many columns.
 FEWEST_COLUMNS = 16
-# Directions whose operand a program keeps; more are taken in parts of as many.
-MOST_KEPT: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
 def exact(
-    row,
-    first,
-    local,
-    inside,
-    tokens,
-    stream,
-    CHANNELS: tl.constexpr,
-    LANES: tl.constexpr,
-    WORDS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    values, first, local, inside, CHANNELS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
     """BF16 ``[tokens, words, lanes]`` as stored."""
     channel = tl.arange(0, WORDS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
-    values = tl.load(row + CODES).to(tl.pointer_type(tl.bfloat16)) + (stream * tokens + first) * CHANNELS
-    addresses = values + (local[:, None, None] * CHANNELS + channel)
+    addresses = values + first * CHANNELS + (local[:, None, None] * CHANNELS + channel)
     if ALIGNED:
         addresses = tl.multiple_of(addresses, (1, 1, 2 * LANES))
-    return tl.load(addresses, mask=inside & (channel < CHANNELS), other=0.0)
-
-
-@triton.jit
-def coded(
-    row, first, local, exists, inside, tokens, stream, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """FP32 ``[tokens, words, lanes]`` without compensation, summed in the order of the reference."""
-    if FORM <= SYMMETRIC:
-        total = residual(row, first, local, inside, tokens, stream, CHANNELS, GROUP, FORM == SYMMETRIC, LANES, WORDS)
-    elif FORM == CHANNEL_AFFINE:
-        total = channel_residual(row, first, local, inside, tokens, stream, CHANNELS, GROUP, LANES, WORDS)
-    else:
-        total = minmax(row, first, local, inside, tokens, stream, CHANNELS, GROUP, FORM == CHANNEL_MINMAX, LANES, WORDS)
-    for stage in tl.static_range(STAGES):
-        last: tl.constexpr = STAGES - 1 - stage
-        total += centroid(row, first, local, exists, inside, tokens, stream, last, CHANNELS, LANES, WORDS, ALIGNED)
-    return total
-
-
-@triton.jit
-def compensation(
-    row, kept, flag, place, first, local, exists, tokens, stream,
-    CHANNELS: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, SPARSE: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-):  # fmt: skip
-    """FP32 ``[tokens, WIDE]`` that PSAC adds."""
-    if RANK <= MOST_KEPT:
-        steps = steps_operand(
-            row, flag, place, first, local, exists, tokens, 0, RANK, PADDED, PADDED, SPARSE, BLOCK_TOKENS
-        )
-        total = tl.dot(steps, kept, input_precision="ieee")
-    else:
-        total = tl.zeros((BLOCK_TOKENS, WIDE), tl.float32)
-        for begin in range(0, RANK, PADDED):
-            steps = steps_operand(
-                row, flag, place, first, local, exists, tokens, begin, RANK, PADDED, WIDE, SPARSE, BLOCK_TOKENS
-            )
-            part = directions(row, stream, begin, CHANNELS, RANK, PADDED, WIDE)
-            total = tl.dot(steps, part, total, input_precision="ieee")
-    return total
+    if CHANNELS % LANES:
+        inside &= channel < CHANNELS
+    return tl.load(addresses, mask=inside, other=0).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def write(
-    out,
-    number,
-    local,
-    inside,
-    stride,
-    CHANNELS: tl.constexpr,
-    LANES: tl.constexpr,
-    WORDS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    out, number, local, inside, stride,
+    CHANNELS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Store BF16 ``[tokens, words, lanes]``."""
     channel = tl.arange(0, WORDS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
     addresses = out + (local[:, None, None] * stride + channel)
@@ -119,42 +69,106 @@ def write(
 
 
 @triton.jit
+def read_exact(
+    row, begin, stop, tokens, stream, out, stride,
+    CHANNELS: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Copy tokens."""
+    values = halves_at(tl.load(row + CODES), stream * tokens * CHANNELS)
+    local = tl.arange(0, BLOCK_TOKENS)
+    word_exists = (tl.arange(0, WORDS) < (CHANNELS + LANES - 1) // LANES)[None, :, None]
+    for first in range(begin, stop, BLOCK_TOKENS):
+        inside = (local < stop - first)[:, None, None] & word_exists
+        number = exact(values, first, local, inside, CHANNELS, LANES, WORDS, ALIGNED)
+        write(out + first * stride, number, local, inside, stride, CHANNELS, LANES, WORDS, ALIGNED)
+
+
+@triton.jit
+def read_channel_groups(
+    row, begin, stop, tokens, stream, out, stride, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+    WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Reconstruct tokens whose scales are found channel by channel."""
+    codes = codes_at(row, stream, tokens, CHANNELS, LANES)
+    if FORM == CHANNEL_AFFINE:
+        scales, zero_points, super_scale = scales_at(row, stream, tokens, CHANNELS, GROUP, True, False)
+    else:
+        scales, minima = minima_at(row, stream, tokens, CHANNELS, GROUP, FORM == CHANNEL_MINMAX)
+    local = tl.arange(0, BLOCK_TOKENS)
+    word_exists = (tl.arange(0, WORDS) < (CHANNELS + LANES - 1) // LANES)[None, :, None]
+    for first in range(begin, stop, BLOCK_TOKENS):
+        inside = (local < stop - first)[:, None, None] & word_exists
+        if FORM == CHANNEL_AFFINE:
+            total = channel_residual(
+                codes, scales, zero_points, super_scale, first, local, inside, CHANNELS, GROUP, LANES, WORDS
+            )
+        else:
+            by_channel: tl.constexpr = FORM == CHANNEL_MINMAX
+            total = minmax(
+                codes, scales, minima, first, local, inside, tokens, CHANNELS, GROUP, by_channel, LANES, WORDS
+            )
+        write(out + first * stride, to_bf16(total), local, inside, stride, CHANNELS, LANES, WORDS, ALIGNED)
+
+
+@triton.jit
+def read_clustered(
+    row, begin, stop, tokens, stream, out, stride, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Reconstruct tokens from residuals, centroids and coefficients, summed in the order of the reference."""
+    symmetric: tl.constexpr = FORM == SYMMETRIC
+    codes = codes_at(row, stream, tokens, CHANNELS, LANES)
+    scales, zero_points, super_scale = scales_at(row, stream, tokens, CHANNELS, GROUP, False, symmetric)
+    if STAGES:
+        index, table, last_row = stage_at(row, stream, tokens, 0, CHANNELS)
+    if RANK:
+        flag, place, compensated = place_of(row, stream, SPARSE)
+        dense, bitmap, counts, values, size = steps_at(row, place, tokens, RANK, SPARSE)
+        kept = kept_directions(row, stream, compensated, CHANNELS, RANK, WORDS * LANES)
+    local = tl.arange(0, BLOCK_TOKENS)
+    word_exists = (tl.arange(0, WORDS) < CHANNELS // LANES)[None, :, None]
+    for first in range(begin, stop, BLOCK_TOKENS):
+        exists = local < stop - first
+        inside = exists[:, None, None] & word_exists
+        total = residual(
+            codes, scales, zero_points, super_scale, first, local, inside, CHANNELS, GROUP, symmetric, LANES, WORDS
+        )
+        for later in tl.static_range(STAGES - 1):
+            i, t, n = stage_at(row, stream, tokens, STAGES - 1 - later, CHANNELS)
+            total += centroid(i, t, n, first, local, exists, inside, CHANNELS, LANES, WORDS, ALIGNED)
+        if STAGES:
+            total += centroid(index, table, last_row, first, local, exists, inside, CHANNELS, LANES, WORDS, ALIGNED)
+        if RANK and compensated:
+            extra = correction(
+                row, stream, kept, dense, bitmap, counts, values, size, flag, first, local, exists,
+                CHANNELS, RANK, WORDS * LANES, SPARSE, BLOCK_TOKENS,
+            )  # fmt: skip
+            total += tl.reshape(extra, (BLOCK_TOKENS, WORDS, LANES))
+        write(out + first * stride, to_bf16(total), local, inside, stride, CHANNELS, LANES, WORDS, ALIGNED)
+
+
+@triton.jit
 def read_tokens(
     row, begin, span, stream, out, stride, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
     STAGES: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr,
     LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Reconstruct ``span`` tokens from ``begin`` of one unit and stream, ``BLOCK_TOKENS`` at a time."""
-    WIDE: tl.constexpr = WORDS * LANES
-    PADDED: tl.constexpr = 8 if RANK <= 8 else MOST_KEPT
     tokens = tl.load(row + TOKENS)
     stop = tl.minimum(begin + span, tl.load(row + STOP))
-    shift = tl.load(row + SHIFT)
-    compensated = False
-    if RANK:
-        compensated = tl.load(row + BASIS) != 0
-        flag, place = place_of(row, stream, SPARSE)
-        kept = directions(row, stream, 0, CHANNELS, RANK, PADDED, WIDE)
-    local = tl.arange(0, BLOCK_TOKENS)
-    word_exists = (tl.arange(0, WORDS) < (CHANNELS + LANES - 1) // LANES)[None, :, None]
-    for first in range(begin, stop, BLOCK_TOKENS):
-        exists = local < stop - first
-        inside = exists[:, None, None] & word_exists
-        if FORM == EXACT:
-            number = exact(row, first, local, inside, tokens, stream, CHANNELS, LANES, WORDS, ALIGNED)
-        else:
-            total = coded(
-                row, first, local, exists, inside, tokens, stream, FORM, CHANNELS, GROUP, STAGES, LANES, WORDS, ALIGNED
-            )
-            if RANK:
-                if compensated:
-                    extra = compensation(
-                        row, kept, flag, place, first, local, exists, tokens, stream,
-                        CHANNELS, RANK, PADDED, WIDE, SPARSE, BLOCK_TOKENS,
-                    )  # fmt: skip
-                    total += tl.reshape(extra, (BLOCK_TOKENS, WORDS, LANES))
-            number = to_bf16(total)
-        write(out + (first + shift) * stride, number, local, inside, stride, CHANNELS, LANES, WORDS, ALIGNED)
+    out += tl.load(row + SHIFT) * stride
+    if FORM == EXACT:
+        read_exact(row, begin, stop, tokens, stream, out, stride, CHANNELS, WORDS, LANES, ALIGNED, BLOCK_TOKENS)
+    elif FORM <= SYMMETRIC:
+        read_clustered(
+            row, begin, stop, tokens, stream, out, stride, FORM, CHANNELS, GROUP, STAGES, RANK, SPARSE, WORDS, LANES,
+            ALIGNED, BLOCK_TOKENS,
+        )  # fmt: skip
+    else:
+        read_channel_groups(
+            row, begin, stop, tokens, stream, out, stride, FORM, CHANNELS, GROUP, WORDS, LANES, ALIGNED, BLOCK_TOKENS
+        )
 
 
 @triton.jit(
