@@ -96,7 +96,7 @@ def steps_at(row, place, tokens, RANK: tl.constexpr, SPARSE: tl.constexpr):
 def dense_steps(dense, first, local, exists, direction, RANK: tl.constexpr):
     """FP32 coefficient steps ``[tokens, directions]``."""
     inside = exists[:, None] & (direction < RANK)[None, :]
-    return tl.load(dense + first * RANK + (local[:, None] * RANK + direction[None, :]), mask=inside, other=0).to(tl.float32)
+    return tl.load(dense + first * RANK + (local[:, None] * RANK + direction[None, :]), mask=inside).to(tl.float32)
 
 
 @triton.jit
@@ -158,7 +158,21 @@ def correction(
     PADDED: tl.constexpr = FEW if RANK <= FEW else MOST
     if RANK <= MOST:
         steps = steps_operand(
-            dense, bitmap, counts, values, size, flag, first, local, exists, 0, RANK, PADDED, PADDED, SPARSE, BLOCK_TOKENS
+            dense,
+            bitmap,
+            counts,
+            values,
+            size,
+            flag,
+            first,
+            local,
+            exists,
+            0,
+            RANK,
+            PADDED,
+            PADDED,
+            SPARSE,
+            BLOCK_TOKENS,
         )
         total = tl.dot(steps, kept, input_precision="ieee")
     else:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantwm_kernels.triton.clustered import SCALES, ZERO_POINTS, counted_codes, halves_at, wide
-
-COUNTING_ZERO: tl.constexpr = tl.constexpr(2.0**23)
+from quantwm_kernels.triton.clustered import SCALES, ZERO_POINTS, four_plus_codes, halves_at, wide
 
 
 @triton.jit
@@ -22,7 +20,7 @@ def minima_at(row, stream, tokens, CHANNELS: tl.constexpr, GROUP: tl.constexpr, 
 
 @triton.jit
 def minmax(
-    codes, scales, minima, first, local, inside, tokens,
+    codes, scales, minima, four, first, local, inside, tokens,
     CHANNELS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """FP32 ``minimum + code * s'`` ``[tokens, words, lanes]``; a group is ``GROUP`` tokens of a channel, or channels."""
@@ -33,7 +31,7 @@ def minmax(
         offset = channel * ((tokens + GROUP - 1) // GROUP) + token // GROUP
     else:
         offset = token * ((CHANNELS + GROUP - 1) // GROUP) + channel // GROUP
-    step = wide(tl.load(scales + offset, mask=exists, other=0))
-    low = wide(tl.load(minima + offset, mask=exists, other=0))
-    code = counted_codes(codes, first, local, inside, CHANNELS, LANES, WORDS) - COUNTING_ZERO
+    step = wide(tl.load(scales + offset, mask=exists))
+    low = wide(tl.load(minima + offset, mask=exists))
+    code = four_plus_codes(codes, four, first, local, inside, CHANNELS, LANES, WORDS) - 4.0
     return low + code * step

@@ -16,6 +16,7 @@ from quantwm_kernels.reading import Batch
 from quantwm_kernels.recipe import VECTOR_NBYTES, Field, Form, Recipe
 from quantwm_kernels.triton.clustered import (
     CODES,
+    FOUR_BITS,
     centroid,
     channel_residual,
     codes_at,
@@ -50,7 +51,7 @@ def exact(
         addresses = tl.multiple_of(addresses, (1, 1, 2 * LANES))
     if CHANNELS % LANES:
         inside &= channel < CHANNELS
-    return tl.load(addresses, mask=inside, other=0).to(tl.bfloat16, bitcast=True)
+    return tl.load(addresses, mask=inside).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -85,7 +86,7 @@ def read_exact(
 
 @triton.jit
 def read_channel_groups(
-    row, begin, stop, tokens, stream, out, stride, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+    row, begin, stop, tokens, stream, out, stride, four, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
     WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Reconstruct tokens whose scales are found channel by channel."""
@@ -100,19 +101,19 @@ def read_channel_groups(
         inside = (local < stop - first)[:, None, None] & word_exists
         if FORM == CHANNEL_AFFINE:
             total = channel_residual(
-                codes, scales, zero_points, super_scale, first, local, inside, CHANNELS, GROUP, LANES, WORDS
+                codes, scales, zero_points, super_scale, four, first, local, inside, CHANNELS, GROUP, LANES, WORDS
             )
         else:
             by_channel: tl.constexpr = FORM == CHANNEL_MINMAX
             total = minmax(
-                codes, scales, minima, first, local, inside, tokens, CHANNELS, GROUP, by_channel, LANES, WORDS
+                codes, scales, minima, four, first, local, inside, tokens, CHANNELS, GROUP, by_channel, LANES, WORDS
             )
         write(out + first * stride, to_bf16(total), local, inside, stride, CHANNELS, LANES, WORDS, ALIGNED)
 
 
 @triton.jit
 def read_clustered(
-    row, begin, stop, tokens, stream, out, stride, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+    row, begin, stop, tokens, stream, out, stride, four, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
     STAGES: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -132,13 +133,27 @@ def read_clustered(
         exists = local < stop - first
         inside = exists[:, None, None] & word_exists
         total = residual(
-            codes, scales, zero_points, super_scale, first, local, inside, CHANNELS, GROUP, symmetric, LANES, WORDS
+            codes,
+            scales,
+            zero_points,
+            super_scale,
+            four,
+            first,
+            local,
+            inside,
+            CHANNELS,
+            GROUP,
+            symmetric,
+            LANES,
+            WORDS,
         )
         for later in tl.static_range(STAGES - 1):
             i, t, n = stage_at(row, stream, tokens, STAGES - 1 - later, CHANNELS)
-            total += centroid(i, t, n, first, local, exists, inside, CHANNELS, LANES, WORDS, ALIGNED)
+            total += centroid(i, t, n, first, local, exists, inside, CHANNELS, LANES, WORDS, ALIGNED, BLOCK_TOKENS)
         if STAGES:
-            total += centroid(index, table, last_row, first, local, exists, inside, CHANNELS, LANES, WORDS, ALIGNED)
+            total += centroid(
+                index, table, last_row, first, local, exists, inside, CHANNELS, LANES, WORDS, ALIGNED, BLOCK_TOKENS
+            )
         if RANK and compensated:
             extra = correction(
                 row, stream, kept, dense, bitmap, counts, values, size, flag, first, local, exists,
@@ -150,7 +165,7 @@ def read_clustered(
 
 @triton.jit
 def read_tokens(
-    row, begin, span, stream, out, stride, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+    row, begin, span, stream, out, stride, four, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
     STAGES: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr,
     LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -162,21 +177,35 @@ def read_tokens(
         read_exact(row, begin, stop, tokens, stream, out, stride, CHANNELS, WORDS, LANES, ALIGNED, BLOCK_TOKENS)
     elif FORM <= SYMMETRIC:
         read_clustered(
-            row, begin, stop, tokens, stream, out, stride, FORM, CHANNELS, GROUP, STAGES, RANK, SPARSE, WORDS, LANES,
+            row, begin, stop, tokens, stream, out, stride, four, FORM, CHANNELS, GROUP, STAGES, RANK, SPARSE, WORDS, LANES,
             ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
     else:
         read_channel_groups(
-            row, begin, stop, tokens, stream, out, stride, FORM, CHANNELS, GROUP, WORDS, LANES, ALIGNED, BLOCK_TOKENS
+            row,
+            begin,
+            stop,
+            tokens,
+            stream,
+            out,
+            stride,
+            four,
+            FORM,
+            CHANNELS,
+            GROUP,
+            WORDS,
+            LANES,
+            ALIGNED,
+            BLOCK_TOKENS,
         )
 
 
 @triton.jit(
-    do_not_specialize=["key_programs", "span", "heads"]
+    do_not_specialize=["key_programs", "span", "heads", "four"]
     + [f"{kind}_{axis}" for kind in ("key", "value") for axis in ("batch", "head", "token")]
 )
 def read_kernel(
-    table, keys, values, key_programs, span, heads,
+    table, keys, values, key_programs, span, heads, four,
     key_batch, key_head, key_token, value_batch, value_head, value_token,
     KEY_FORM: tl.constexpr, KEY_CHANNELS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_STAGES: tl.constexpr,
     KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
@@ -194,13 +223,13 @@ def read_kernel(
     if program < key_programs:
         out = keys + (batch * key_batch + head * key_head)
         read_tokens(
-            row, begin, span, stream, out, key_token, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES,
+            row, begin, span, stream, out, key_token, four, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES,
             KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
     else:
         out = values + (batch * value_batch + head * value_head)
         read_tokens(
-            row, begin, span, stream, out, value_token, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES,
+            row, begin, span, stream, out, value_token, four, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES,
             VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
 
@@ -227,6 +256,7 @@ def read(batch: Batch, keys: Tensor, values: Tensor) -> None:
             batch.key_programs,
             batch.span,
             batch.heads,
+            FOUR_BITS,
             *strides,
             **constants("KEY", batch.keys, lanes),
             **constants("VALUE", batch.values, lanes),
