@@ -26,10 +26,16 @@ MODULES = {
 WITHOUT_NAMESAKE = {
     "bridge": "crosses between torch and NumPy",
     "launch": "NumPy launches nothing",
+    "dense_attention": "attention, in torch",
+    "reading": "many units in one launch",
+    "recipe": "what a kernel must know of a sealed tensor",
     "triton": "the folder of the kernels",
+    "triton.compensation": "the reading half of psac",
+    "triton.reading": "many units in one launch",
     "methods.decode_into": "core returns an array, a workspace is written in place",
     "methods.seal": "a method of core's Method, which here is a function",
     "methods.seal_chunk": "a method of core's Scheme, which here is a function",
+    "chunk.description": "what travels beside a list of tensors",
     "chunk.storage_nbytes": "a tensor's storage may exceed the tensor",
 }
 

@@ -208,7 +208,7 @@ def batches(
     check_available("workspace")
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise StateError("a CUDA graph is being captured and this read has no table yet; read once before the capture")
-    chosen = LAUNCHES["read_kernel"] if launch is None else launch
+    chosen = LAUNCHES["read"] if launch is None else launch
     key_recipes = _merged([part.row.recipe for part in keys])
     value_recipes = _merged([part.row.recipe for part in values]) or key_recipes
     groups: dict[tuple[Recipe, Recipe], list[int]] = {}

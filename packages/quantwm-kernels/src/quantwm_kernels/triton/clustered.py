@@ -96,7 +96,7 @@ def four_plus_zero_points(zero_points, four, begin, offset, inside):
     """FP32 ``4 + z`` of the zero-points at positions ``begin + offset``."""
     position = (begin % CODES_PER_BYTE).to(tl.int32) + offset
     byte = tl.load(zero_points + begin // CODES_PER_BYTE + position // CODES_PER_BYTE, mask=inside)
-    return four_plus(byte.to(tl.int32), position % CODES_PER_BYTE, four)
+    return four_plus(byte.to(tl.int32), (position % CODES_PER_BYTE).to(tl.int32), four)
 
 
 @triton.jit
