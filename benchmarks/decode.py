@@ -180,10 +180,10 @@ class Subject:
 
 
 def launches(channels: int) -> Iterator[Launch]:
-    """Launch parameters worth a try: 8 to 64 elements a thread."""
-    for tokens, warps in itertools.product((16, 32, 64, 128), (1, 2, 4, 8)):
-        if 8 <= tokens * channels / (32 * warps) <= 64:
-            for programs, most in itertools.product((8, 16, 32), (4, 16)):
+    """Launch parameters worth a try: 8 to 128 elements a thread."""
+    for tokens, warps in itertools.product((16, 32, 64), (1, 2, 4, 8)):
+        if 8 <= tokens * channels / (32 * warps) <= 128:
+            for programs, most in itertools.product((12, 24), (8, 32)):
                 yield replace(
                     LAUNCHES["read"], warps=warps, blocks={"BLOCK_TOKENS": tokens}, programs=programs, most_tiles=most
                 )

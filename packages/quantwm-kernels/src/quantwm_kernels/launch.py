@@ -61,7 +61,7 @@ LAUNCHES: Mapping[str, Launch] = {
     "unpack_codes": Launch(blocks={"BLOCK": 1024}),
     "encode_scales": Launch(blocks={"BLOCK": 1024}),
     "decode_scales": Launch(blocks={"BLOCK": 1024}),
-    "read": Launch(warps=4, blocks={"BLOCK_TOKENS": 32}, programs=32, most_tiles=16),
+    "read": Launch(warps=1, blocks={"BLOCK_TOKENS": 16}, programs=16, most_tiles=16),
 }
 
 
