@@ -35,6 +35,7 @@ class Case:
         arguments: Types of the run-time arguments, in order, by their first letters: ``"codes:*u8 total:i64"``.
         constants: Compile-time arguments beside the blocks of the launch.
         variant: What distinguishes it from other cases of the kernel.
+        architectures: All; a further variant of a kernel that has a case with all may name some.
     """
 
     kernel: str
@@ -42,6 +43,7 @@ class Case:
     arguments: str
     constants: Mapping[str, int] = field(default_factory=dict)
     variant: str = ""
+    architectures: tuple[int, ...] = tuple(SHARED_NBYTES)
 
 
 READ = (
@@ -50,10 +52,20 @@ READ = (
 )
 
 
-def read(variant: str, keys: Recipe, values: Recipe, lanes: int = 8, aligned: bool = True) -> Case:
+def read(
+    variant: str,
+    keys: Recipe,
+    values: Recipe,
+    *,
+    lanes: int = 8,
+    aligned: bool = True,
+    architectures: tuple[int, ...] = (86, 90),
+) -> Case:
     """The reading kernel for two recipes."""
     recipes = constants("KEY", keys, lanes) | constants("VALUE", values, lanes)
-    return Case("reading.read_kernel", "read", READ, recipes | {"LANES": lanes, "ALIGNED": int(aligned)}, variant)
+    return Case(
+        "reading.read_kernel", "read", READ, recipes | {"LANES": lanes, "ALIGNED": int(aligned)}, variant, architectures
+    )
 
 
 CLUSTERED = Recipe(Form.AFFINE, 128, 64, 1)
@@ -66,7 +78,7 @@ CASES = (
         "steps:*fp32 largest:*fp32 stored:*u8 super_scale:*fp32 per_stream:i32 total:i64",
     ),
     Case("scales.decode_kernel", "decode_scales", "stored:*u8 super_scale:*fp32 steps:*fp32 per_stream:i32 total:i64"),
-    read("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED),
+    read("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, architectures=tuple(SHARED_NBYTES)),
     read("quantwm, sparse", Recipe(Form.AFFINE, 256, 64, 1, rank=16, sparse=True), Recipe(Form.EXACT, 256)),
     read("quantwm, high rank", Recipe(Form.AFFINE, 80, 40, 1, rank=24, sparse=True), Recipe(Form.AFFINE, 80, 40, 1)),
     read("qvg", Recipe(Form.SYMMETRIC, 96, 48, 3), CLUSTERED, lanes=4, aligned=False),
@@ -84,7 +96,7 @@ def compiled(case: Case) -> Iterator[dict[str, object]]:
     fixed = {**launch.blocks, **case.constants}
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in types if types[name][0] == "*"}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    for architecture in SHARED_NBYTES:
+    for architecture in case.architectures:
         source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
         target = GPUTarget("cuda", architecture, 32)
         binary = triton.compile(source, target=target, options=launch.compiler_options)

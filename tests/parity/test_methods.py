@@ -185,6 +185,8 @@ def test_a_plan_or_workspace_that_does_not_fit_is_refused() -> None:
     for start, stop, place in ((-1, 4, 0), (5, 31, 0), (6, 5, 0), (0, 4, -1)):
         with pytest.raises(RangeError, match="sealed unit of 30"):
             ReadPlan([Piece(unit, start, stop, place)])
+    with pytest.raises(ShapeError, match="read them apart"):
+        ReadPlan([Piece(unit, 0, 3, 0), Piece(chunk(0, 30, method="rtn", channels=64), 0, 3, 3)])
     plan = ReadPlan([Piece(unit, 0, 30, 2)])
     fit = torch.empty(1, 2, 32, 32, dtype=BF16)
     for bad in (fit[:, :, :31], fit[:, :1], fit[..., :16], fit[0]):

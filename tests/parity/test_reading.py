@@ -222,6 +222,12 @@ def test_nothing_to_read_is_no_launch(device: torch.device) -> None:
     assert reading.batches([], [], device) == ()
 
 
+def test_arrays_elsewhere_are_refused(device: torch.device) -> None:
+    part = Read(seal("rtn", "keys", strategies.unit(("normal",), 5, 20, 32)), 0, 4).part(device, [])
+    with pytest.raises(DeviceError, match="meta"):
+        reading.batches([part], [part], torch.device("meta"))
+
+
 def test_an_index_beyond_the_codebook_reads_no_foreign_memory(device: torch.device) -> None:
     core = seal("qvg", "keys", strategies.unit(("normal",), 5, 40, 32), centroids=5)
     damaged = {**core.arrays, "index": np.full_like(core.arrays["index"], 255)}

@@ -243,11 +243,18 @@ def read(batch: Batch, keys: Tensor, values: Tensor) -> None:
         DeviceError: No kernel runs where they live.
     """
     strides = (*keys.stride()[:3], *values.stride()[:3])
-    aligned = batch.aligned and not (keys.data_ptr() | values.data_ptr()) % VECTOR_NBYTES
-    lanes = 8 if batch.eight and aligned and not any(stride % 8 for stride in strides) else 4
-    aligned = aligned and not any(number % lanes for number in (*strides, batch.keys.channels, batch.values.channels))
+    places = keys.data_ptr() | values.data_ptr()
+    vectors = batch.aligned and not places % VECTOR_NBYTES
+    union = 0
+    for stride in strides:
+        union |= stride
+    lanes = 8 if batch.eight and vectors and not union % 8 else 4
+    aligned = vectors and not (union | batch.keys.channels | batch.values.channels) % lanes
+    if (lanes, aligned) not in batch.prepared:
+        fixed = constants("KEY", batch.keys, lanes) | constants("VALUE", batch.values, lanes)
+        batch.prepared[lanes, aligned] = {**fixed, "LANES": lanes, "ALIGNED": aligned, **batch.launch.options}
     with on_device(keys, "workspace"):
-        read_kernel[(batch.programs, batch.batch * batch.heads)](
+        read_kernel[batch.programs, batch.batch * batch.heads](
             batch.table,
             keys,
             values,
@@ -256,11 +263,7 @@ def read(batch: Batch, keys: Tensor, values: Tensor) -> None:
             batch.heads,
             FOUR_BITS,
             *strides,
-            **constants("KEY", batch.keys, lanes),
-            **constants("VALUE", batch.values, lanes),
-            LANES=lanes,
-            ALIGNED=aligned,
-            **batch.launch.options,
+            **batch.prepared[lanes, aligned],
         )
 
 
