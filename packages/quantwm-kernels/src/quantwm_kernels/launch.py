@@ -31,11 +31,13 @@ class Launch:
         warps: Warps of a program.
         stages: Depth of the software pipeline.
         blocks: Sizes that the kernel takes as compile-time constants, by the name of the argument.
+        programs: Where a kernel cuts the tokens of its streams into pieces: about how many programs shall run.
     """
 
     warps: int = 4
     stages: int = 1
     blocks: Mapping[str, int] = field(default_factory=dict)
+    programs: int = 1
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -57,6 +59,23 @@ LAUNCHES: Mapping[str, Launch] = {
     "unpack_codes": Launch(blocks={"BLOCK": 1024}),
     "encode_scales": Launch(blocks={"BLOCK": 1024}),
     "decode_scales": Launch(blocks={"BLOCK": 1024}),
+    "magnitude": Launch(blocks={"TILE": 64}, programs=1056),
+    "frame": Launch(blocks={"ROWS": 32}),
+    "prepare_centroids": Launch(blocks={"ROWS": 16}),
+    "assign_centroids": Launch(warps=8, stages=3, blocks={"TILE": 128, "BLOCK_K": 128}, programs=264),
+    "sum_members": Launch(warps=4, stages=3, blocks={"TILE": 64, "BLOCK_C": 128}, programs=264),
+    "choose_centroids": Launch(blocks={"TILE": 16}, programs=2112),
+    "group_ranges": Launch(blocks={"TILE": 32}, programs=2112),
+    "encode_groups": Launch(blocks={"TILE": 32}),
+    "decode_groups": Launch(blocks={"TILE": 32}),
+    "encode_symmetric": Launch(blocks={"TILE": 32}),
+    "invert_gram": Launch(),
+    "project_error": Launch(blocks={"TILE": 32}),
+    "quantize_coefficients": Launch(blocks={"TILE": 128}),
+    "second_moment": Launch(warps=8, stages=3, blocks={"TILE": 64}, programs=264),
+    "add_moments": Launch(blocks={"BLOCK": 1024}),
+    "sensitivity": Launch(),
+    "rank_centroids": Launch(warps=8, stages=2, blocks={"TILE": 64, "BLOCK_K": 128}, programs=264),
 }
 
 
