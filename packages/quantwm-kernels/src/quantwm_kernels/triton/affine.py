@@ -119,9 +119,10 @@ def encode_kernel(
     tl.store(codes + place, byte.to(tl.uint8), mask=cell[:, :, None] & (quad < GROUP // CODES_PER_BYTE))
     if GROUPS == GROUPS_2:
         BYTES: tl.constexpr = TILE * GROUPS_2 // CODES_PER_BYTE
-        byte = tl.reshape(packed_rows(zero.to(tl.int32), BYTES, 1), (BYTES,))
-        place = block * BYTES + tl.arange(0, BYTES)
-        tl.store(zero_points + stream * zero_bytes + place, byte.to(tl.uint8), mask=place < zero_bytes)
+        zero_byte = tl.reshape(packed_rows(zero.to(tl.int32), BYTES, 1), (BYTES,))
+        position = block * BYTES + tl.arange(0, BYTES)
+        target = zero_points + stream * zero_bytes + position
+        tl.store(target, zero_byte.to(tl.uint8), mask=position < zero_bytes)
     else:
         tl.store(zero_points + row[:, None] * GROUPS + group[None, :], zero.to(tl.uint8), mask=cell)
     if RANK > 0:
@@ -133,15 +134,13 @@ def encode_kernel(
             direction = tl.arange(0, RANK_2)
             flat = tl.reshape(channel, (GROUPS_2 * GROUP_2,))[:, None]
             exists = tl.reshape(known, (GROUPS_2 * GROUP_2,))[:, None] & (direction[None, :] < RANK)
-            matrix = tl.load(
-                projection + (stream * CHANNELS + flat) * RANK + direction[None, :], mask=exists, other=0.0
-            )
-            share = tl.dot(error, matrix, input_precision="tf32x3")
-            cell = (token < tokens)[:, None] & (direction[None, :] < RANK)
-            tl.store(coefficients + row[:, None] * RANK + direction[None, :], share, mask=cell)
-            peak = tl.max(tl.where((token < tokens)[:, None], tl.abs(share), 0.0), axis=0)
-            place = (stream * tl.num_programs(1) + block) * RANK + direction
-            tl.store(peaks + place, peak, mask=direction < RANK)
+            source = projection + (stream * CHANNELS + flat) * RANK + direction[None, :]
+            share = tl.dot(error, tl.load(source, mask=exists, other=0.0), input_precision="tf32x3")
+            present = (token < tokens)[:, None] & (direction[None, :] < RANK)
+            tl.store(coefficients + row[:, None] * RANK + direction[None, :], share, mask=present)
+            peak = tl.max(tl.abs(share), axis=0)
+            summit = peaks + (stream * tl.num_programs(1) + block) * RANK + direction
+            tl.store(summit, peak, mask=direction < RANK)
 
 
 @triton.jit(do_not_specialize=["tokens", "start", "stop", "zero_bytes"])

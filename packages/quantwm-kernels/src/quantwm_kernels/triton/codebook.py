@@ -39,6 +39,32 @@ def weighted_block(weighted, centroids, start, CHANNELS: tl.constexpr, BLOCK_C: 
 
 
 @triton.jit
+def token_block(rows, token, tokens, token_stride, start, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Channels ``start`` and on of a tile of tokens, ``[TILE, BLOCK_K]``."""
+    channel = start + tl.arange(0, BLOCK_K)
+    inside = (token[:, None] < tokens) & (channel[None, :] < CHANNELS)
+    return tl.load(rows + token[:, None].to(tl.int64) * token_stride + channel[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def into_frame(number, offset, shift, start, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tokens moved and scaled, FP32."""
+    channel = start + tl.arange(0, BLOCK_K)
+    middle = tl.load(offset + channel, mask=channel < CHANNELS, other=0.0)
+    return scaled(number.to(tl.float32) - middle[None, :], -shift)
+
+
+@triton.jit
+def exact_product(centred, coarse, fine, scores):
+    """Product of FP32 tokens and of a codebook in two BF16 parts, all but the smallest of four terms."""
+    near = rounded_to_bf16(centred)
+    rest = rounded_to_bf16(centred - near.to(tl.float32))
+    scores = product(rest, coarse, scores)
+    scores = product(near, fine, scores)
+    return product(near, coarse, scores)
+
+
+@triton.jit
 def lowest(scores, column, BLOCK_C: tl.constexpr):
     """Smallest score of each row and its column, the first of several."""
     best = tl.min(scores, axis=1)
@@ -59,23 +85,23 @@ def assign_kernel(
     column = tl.arange(0, BLOCK_C)[None, :]
     constant = tl.load(bias + stream * centroids + column, mask=column < centroids, other=float("inf"))
     own = high + stream * centroids * CHANNELS
+    middle = offset + stream * CHANNELS
+    shift = tl.load(exponent + stream)
     if BLOCK_K == BLOCK_D:
         resident = weighted_block(own, centroids, 0, CHANNELS, BLOCK_C, BLOCK_K)
     for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
         token = start + tl.arange(0, TILE)
         scores = tl.zeros((TILE, BLOCK_C), tl.float32)
-        for begin in tl.static_range(0, BLOCK_D, BLOCK_K):
-            channel = begin + tl.arange(0, BLOCK_K)
-            inside = (token[:, None] < tokens) & (channel[None, :] < CHANNELS)
-            place = token[:, None].to(tl.int64) * token_stride + channel[None, :]
-            number = tl.load(rows + place, mask=inside, other=0.0)
+        if BLOCK_K == BLOCK_D:
+            number = token_block(rows, token, tokens, token_stride, 0, CHANNELS, BLOCK_K)
             if CENTRED:
-                middle = tl.load(offset + stream * CHANNELS + channel, mask=channel < CHANNELS, other=0.0)
-                shift = tl.load(exponent + stream)
-                number = rounded_to_bf16(scaled(number.to(tl.float32) - middle[None, :], -shift))
-            if BLOCK_K == BLOCK_D:
-                scores = product(number, resident, scores)
-            else:
+                number = rounded_to_bf16(into_frame(number, middle, shift, 0, CHANNELS, BLOCK_K))
+            scores = product(number, resident, scores)
+        else:
+            for begin in range(0, BLOCK_D, BLOCK_K):
+                number = token_block(rows, token, tokens, token_stride, begin, CHANNELS, BLOCK_K)
+                if CENTRED:
+                    number = rounded_to_bf16(into_frame(number, middle, shift, begin, CHANNELS, BLOCK_K))
                 block = weighted_block(own, centroids, begin, CHANNELS, BLOCK_C, BLOCK_K)
                 scores = product(number, block, scores)
         _, found = lowest(scores + constant, column, BLOCK_C)
@@ -135,30 +161,27 @@ def nearest_kernel(
     rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
     column = tl.arange(0, BLOCK_C)[None, :]
     constant = tl.load(bias + stream * centroids + column, mask=column < centroids, other=float("inf"))
-    block = stream * centroids * CHANNELS
+    coarse_rows, fine_rows = high + stream * centroids * CHANNELS, low + stream * centroids * CHANNELS
+    middle = offset + stream * CHANNELS
     shift = tl.load(exponent + stream)
     if BLOCK_K == BLOCK_D:
-        coarse = weighted_block(high + block, centroids, 0, CHANNELS, BLOCK_C, BLOCK_K)
-        fine = weighted_block(low + block, centroids, 0, CHANNELS, BLOCK_C, BLOCK_K)
+        coarse = weighted_block(coarse_rows, centroids, 0, CHANNELS, BLOCK_C, BLOCK_K)
+        fine = weighted_block(fine_rows, centroids, 0, CHANNELS, BLOCK_C, BLOCK_K)
     wanted = tl.where(stream < per_tensor, first_ranks, second_ranks)
     for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
         token = start + tl.arange(0, TILE)
         scores = tl.zeros((TILE, BLOCK_C), tl.float32)
-        for begin in tl.static_range(0, BLOCK_D, BLOCK_K):
-            channel = begin + tl.arange(0, BLOCK_K)
-            inside = (token[:, None] < tokens) & (channel[None, :] < CHANNELS)
-            place = token[:, None].to(tl.int64) * token_stride + channel[None, :]
-            number = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
-            middle = tl.load(offset + stream * CHANNELS + channel, mask=channel < CHANNELS, other=0.0)
-            centred = scaled(number - middle[None, :], -shift)
-            near = rounded_to_bf16(centred)
-            rest = rounded_to_bf16(centred - near.to(tl.float32))
-            if BLOCK_K != BLOCK_D:
-                coarse = weighted_block(high + block, centroids, begin, CHANNELS, BLOCK_C, BLOCK_K)
-                fine = weighted_block(low + block, centroids, begin, CHANNELS, BLOCK_C, BLOCK_K)
-            scores = product(rest, coarse, scores)
-            scores = product(near, fine, scores)
-            scores = product(near, coarse, scores)
+        if BLOCK_K == BLOCK_D:
+            number = token_block(rows, token, tokens, token_stride, 0, CHANNELS, BLOCK_K)
+            centred = into_frame(number, middle, shift, 0, CHANNELS, BLOCK_K)
+            scores = exact_product(centred, coarse, fine, scores)
+        else:
+            for begin in range(0, BLOCK_D, BLOCK_K):
+                number = token_block(rows, token, tokens, token_stride, begin, CHANNELS, BLOCK_K)
+                centred = into_frame(number, middle, shift, begin, CHANNELS, BLOCK_K)
+                coarse_block = weighted_block(coarse_rows, centroids, begin, CHANNELS, BLOCK_C, BLOCK_K)
+                fine_block = weighted_block(fine_rows, centroids, begin, CHANNELS, BLOCK_C, BLOCK_K)
+                scores = exact_product(centred, coarse_block, fine_block, scores)
         scores += constant
         best, rank = lowest(scores, column, BLOCK_C)
         place = found + (stream * tokens + token) * ranks
