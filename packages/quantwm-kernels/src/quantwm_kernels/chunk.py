@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from quantwm_core import chunk as core
 from quantwm_core.errors import ShapeError
 from quantwm_kernels.bridge import to_numpy, to_torch
+from quantwm_kernels.recipe import Row, describe
 
 Kind = core.Kind
 KINDS = core.KINDS
@@ -51,6 +53,15 @@ class SealedTensor:
         """Bytes of storage."""
         return storage_nbytes(self.arrays.values())
 
+    @cached_property
+    def row(self) -> Row:
+        """What a kernel needs to read it; made once.
+
+        Raises:
+            QuantWMError: As :func:`quantwm_kernels.recipe.describe`.
+        """
+        return describe(self.method, self.parameters, self.shape, self.arrays)
+
     @property
     def bf16_nbytes(self) -> int:
         """Bytes of the BF16 tensor it stands for."""
@@ -58,8 +69,8 @@ class SealedTensor:
         return 2 * batch * heads * tokens * channels
 
     def to(self, device: torch.device | str) -> SealedTensor:
-        """Copy to a device; what is there already is shared."""
-        return replace(self, arrays={name: tensor.to(device) for name, tensor in self.arrays.items()})
+        """Copy to a device, contiguous as kernels need it; what is there already is shared."""
+        return replace(self, arrays={name: tensor.to(device).contiguous() for name, tensor in self.arrays.items()})
 
     def to_core(self) -> core.SealedTensor:
         """The same tensor for quantwm-core, over the same memory.

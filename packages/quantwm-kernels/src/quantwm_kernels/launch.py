@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -31,13 +32,15 @@ class Launch:
         warps: Warps of a program.
         stages: Depth of the software pipeline.
         blocks: Sizes that the kernel takes as compile-time constants, by the name of the argument.
-        programs: Where a kernel cuts the tokens of its streams into pieces: about how many programs shall run.
+        programs: Where a program may take several tiles: programs per processor that are worth having first.
+        most_tiles: Tiles that a program takes at most, where they are bounded.
     """
 
     warps: int = 4
     stages: int = 1
     blocks: Mapping[str, int] = field(default_factory=dict)
-    programs: int = 1
+    programs: int = 0
+    most_tiles: int = 1
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -59,24 +62,31 @@ LAUNCHES: Mapping[str, Launch] = {
     "unpack_codes": Launch(blocks={"BLOCK": 1024}),
     "encode_scales": Launch(blocks={"BLOCK": 1024}),
     "decode_scales": Launch(blocks={"BLOCK": 1024}),
-    "magnitude": Launch(blocks={"TILE": 64}, programs=1056),
+    "read_kernel": Launch(warps=4, blocks={"BLOCK_TOKENS": 32}, programs=32, most_tiles=16),
+    "magnitude": Launch(blocks={"TILE": 64}, programs=8),
     "frame": Launch(blocks={"ROWS": 32}),
     "prepare_centroids": Launch(blocks={"ROWS": 16}),
-    "assign_centroids": Launch(warps=8, stages=3, blocks={"TILE": 128, "BLOCK_K": 128}, programs=264),
-    "sum_members": Launch(warps=4, stages=3, blocks={"TILE": 64, "BLOCK_C": 128}, programs=264),
-    "choose_centroids": Launch(blocks={"TILE": 16}, programs=2112),
-    "group_ranges": Launch(blocks={"TILE": 32}, programs=2112),
+    "assign_centroids": Launch(warps=8, stages=3, blocks={"TILE": 128, "BLOCK_K": 128}, programs=2),
+    "sum_members": Launch(warps=4, stages=3, blocks={"TILE": 64, "BLOCK_C": 128}, programs=2),
+    "choose_centroids": Launch(blocks={"TILE": 16}, programs=16),
+    "group_ranges": Launch(blocks={"TILE": 32}, programs=16),
     "encode_groups": Launch(blocks={"TILE": 32}),
     "decode_groups": Launch(blocks={"TILE": 32}),
     "encode_symmetric": Launch(blocks={"TILE": 32}),
     "invert_gram": Launch(),
     "project_error": Launch(blocks={"TILE": 32}),
     "quantize_coefficients": Launch(blocks={"TILE": 128}),
-    "second_moment": Launch(warps=8, stages=3, blocks={"TILE": 64}, programs=264),
+    "second_moment": Launch(warps=8, stages=3, blocks={"TILE": 64}, programs=2),
     "add_moments": Launch(blocks={"BLOCK": 1024}),
     "sensitivity": Launch(),
-    "rank_centroids": Launch(warps=8, stages=2, blocks={"TILE": 64, "BLOCK_K": 128}, programs=264),
+    "rank_centroids": Launch(warps=8, stages=2, blocks={"TILE": 64, "BLOCK_K": 128}, programs=2),
 }
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; 1 where there is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def interpreted() -> bool:
@@ -104,7 +114,8 @@ def on_device(tensor: Tensor, name: str = "tensor") -> AbstractContextManager[ob
         DeviceError: It lives on the CPU and the interpreter is off, or on a device that Triton does not serve here.
     """
     if tensor.is_cuda:
-        return torch.cuda.device(tensor.device)
+        current = tensor.device.index == torch.cuda.current_device()
+        return nullcontext() if current else torch.cuda.device(tensor.device)
     if tensor.device.type == "cpu" and interpreted():
         return nullcontext()
     raise DeviceError(

@@ -7,6 +7,7 @@ range. The super-scale of a stream needs its largest range first, so there are t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,7 +21,7 @@ from quantwm_kernels.affine import AffineCode, code_shapes, decoded_shape
 from quantwm_kernels.launch import LAUNCHES, on_device
 from quantwm_kernels.triton import packing
 from quantwm_kernels.triton.arithmetic import rounded
-from quantwm_kernels.triton.layer import Layer, padded, pieces_for, rows_of, split
+from quantwm_kernels.triton.layer import Layer, Pair, padded, part_of, rows_of
 from quantwm_kernels.triton.packing import CODE_BITS, CODES_PER_BYTE, code_in
 from quantwm_kernels.triton.scales import step_of, stored_scale, super_scale_of
 
@@ -75,8 +76,9 @@ def range_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "centroids", "pieces", "zero_bytes", "projected_streams"])
 def encode_kernel(
-    first, second, per_tensor, heads, batch_stride, head_stride, token_stride, index, stored, largest, projection,
-    codes, scales, zero_points, super_scales, coefficients, peaks, tokens, centroids, pieces, zero_bytes,
+    first, second, per_tensor, heads, batch_stride, head_stride, token_stride, first_index, second_index,
+    first_stored, second_stored, largest, projection, first_codes, second_codes, first_scales, second_scales,
+    first_zeros, second_zeros, first_super, second_super, coefficients, peaks, tokens, centroids, pieces, zero_bytes,
     projected_streams,
     CLUSTERED: tl.constexpr, RANK: tl.constexpr, RANK_2: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
     GROUPS_2: tl.constexpr, GROUP_2: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
@@ -85,6 +87,7 @@ def encode_kernel(
     stream, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
     GROUPS: tl.constexpr = CHANNELS // GROUP
+    own = stream % per_tensor
     token = block * TILE + tl.arange(0, TILE)
     group, lane = tl.arange(0, GROUPS_2), tl.arange(0, GROUP_2)
     channel = group[:, None] * GROUP + lane[None, :]
@@ -94,14 +97,16 @@ def encode_kernel(
     number = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
     residual = number
     if CLUSTERED:
-        nearest = tl.load(index + stream * tokens + token, mask=token < tokens, other=0).to(tl.int64)
-        row = (stream * centroids + nearest) * CHANNELS
-        centroid = tl.load(stored + row[:, None, None] + channel[None, :, :], mask=inside, other=0.0).to(tl.float32)
+        index = part_of(first_index, second_index, stream, per_tensor) + own * tokens
+        stored = part_of(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
+        nearest = tl.load(index + token, mask=token < tokens, other=0).to(tl.int64) * CHANNELS
+        centroid = tl.load(stored + nearest[:, None, None] + channel[None, :, :], mask=inside, other=0.0).to(tl.float32)
         residual = number - centroid
     piece = tl.arange(0, PIECES)
     span = tl.max(tl.load(largest + stream * pieces + piece, mask=piece < pieces, other=0.0), keep_dims=True)
     super_scale = super_scale_of(step_of_range(span))
-    tl.store(super_scales + stream + tl.zeros((1,), tl.int32), super_scale, mask=(tl.zeros((1,), tl.int32) + block) == 0)
+    super_scales = part_of(first_super, second_super, stream, per_tensor) + own + tl.arange(0, 1)
+    tl.store(super_scales, super_scale, mask=(tl.arange(0, 1) + block) == 0)
     low, high = group_range(residual)
     wide_scale = tl.broadcast_to(super_scale[:, None], (TILE, GROUPS_2))
     bits = stored_scale(step_of_range(high - low), wide_scale)
@@ -109,8 +114,11 @@ def encode_kernel(
     divisor = tl.where(step > 0, step, 1.0)
     zero = tl.clamp(rounded(tl.div_rn(-low, divisor)), 0.0, LEVELS * 1.0)
     code = tl.clamp(rounded(quotient(residual, divisor[:, :, None])) + zero[:, :, None], 0.0, LEVELS * 1.0)
-    row = stream * tokens + token
+    row = own * tokens + token
     cell = (token < tokens)[:, None] & (group[None, :] < GROUPS)
+    scales = part_of(first_scales, second_scales, stream, per_tensor)
+    codes = part_of(first_codes, second_codes, stream, per_tensor)
+    zero_points = part_of(first_zeros, second_zeros, stream, per_tensor)
     tl.store(scales + row[:, None] * GROUPS + group[None, :], bits.to(tl.uint8), mask=cell)
     quad = tl.arange(0, GROUP_2 // CODES_PER_BYTE)[None, None, :]
     byte = packed_rows(code.to(tl.int32), TILE * GROUPS_2, GROUP_2 // CODES_PER_BYTE)
@@ -121,7 +129,7 @@ def encode_kernel(
         BYTES: tl.constexpr = TILE * GROUPS_2 // CODES_PER_BYTE
         zero_byte = tl.reshape(packed_rows(zero.to(tl.int32), BYTES, 1), (BYTES,))
         position = block * BYTES + tl.arange(0, BYTES)
-        target = zero_points + stream * zero_bytes + position
+        target = zero_points + own * zero_bytes + position
         tl.store(target, zero_byte.to(tl.uint8), mask=position < zero_bytes)
     else:
         tl.store(zero_points + row[:, None] * GROUPS + group[None, :], zero.to(tl.uint8), mask=cell)
@@ -173,12 +181,12 @@ class Residual:
     """What a layer is coded against, beside itself.
 
     Attributes:
-        index: uint8 ``[S, N]``, the centroid of every token.
-        stored: BF16 ``[S, C, D]``.
+        index: uint8 ``[streams of a tensor, N]`` of each tensor, the centroid of every token.
+        stored: BF16 ``[streams of a tensor, C, D]`` of each tensor.
     """
 
-    index: Tensor
-    stored: Tensor
+    index: Pair
+    stored: Pair
 
 
 @dataclass(frozen=True)
@@ -212,8 +220,7 @@ def group_sizes(channels: int, group_size: int) -> tuple[int, int]:
 def largest_ranges(layer: Layer, group_size: int) -> Tensor:
     """Largest group range of each piece of the plain values, FP32 ``[S, pieces]``."""
     launch = LAUNCHES["group_ranges"]
-    tile = launch.blocks["TILE"]
-    per_piece, pieces = split(layer.tokens, tile, pieces_for(layer.streams, layer.tokens, tile, launch.programs))
+    per_piece, pieces = layer.split(launch)
     largest = layer.empty(pieces, dtype=torch.float32)
     range_kernel[layer.streams, pieces](
         *layer.source, largest, layer.tokens, per_piece, layer.channels, group_size,
@@ -222,10 +229,24 @@ def largest_ranges(layer: Layer, group_size: int) -> Tensor:
     return largest
 
 
+class Codes(NamedTuple):
+    """Affine codes of both tensors of a layer; fields as in :class:`quantwm_core.affine.AffineCode`."""
+
+    codes: Pair
+    scales: Pair
+    zero_points: Pair
+    super_scale: Pair
+
+
+def as_e4m3(pair: Pair) -> Pair:
+    """Bytes as E4M3."""
+    return pair[0].view(torch.float8_e4m3fn), pair[1].view(torch.float8_e4m3fn)
+
+
 def encode_layer(
     layer: Layer, group_size: int, largest: Tensor, residual: Residual | None = None, along: Projection | None = None
-) -> AffineCode:
-    """Code all streams; the fields of the result have one axis of streams.
+) -> Codes:
+    """Code all streams.
 
     Args:
         layer: The values.
@@ -234,26 +255,26 @@ def encode_layer(
         residual: Codebooks that are subtracted first.
         along: What to project the error on.
     """
-    shapes = code_shapes((layer.streams, layer.tokens, layer.channels), group_size)
+    shapes = code_shapes((layer.per_tensor, layer.tokens, layer.channels), group_size)
     groups = group_sizes(layer.channels, group_size)
     aligned = groups[0] * group_size == layer.channels
     launch = LAUNCHES["encode_groups"]
-    codes, scales = (layer.empty(*shape[1:], dtype=torch.uint8) for shape in shapes[:2])
-    zero_points = layer.empty(shapes[2][1] if aligned else layer.tokens * shapes[1][2], dtype=torch.uint8)
-    super_scale = layer.empty(dtype=torch.float32)
-    nothing = largest
+    codes, scales = (layer.pair(*shape[1:], dtype=torch.uint8) for shape in shapes[:2])
+    zero_bytes = shapes[2][1] if aligned else layer.tokens * shapes[1][2]
+    zero_points = layer.pair(zero_bytes, dtype=torch.uint8)
+    super_scale = layer.pair(dtype=torch.float32)
     index, stored = (codes, codes) if residual is None else (residual.index, residual.stored)
-    parts = (nothing, nothing, nothing) if along is None else (along.matrix, along.coefficients, along.peaks)
+    parts = (largest, largest, largest) if along is None else (along.matrix, along.coefficients, along.peaks)
     rank = 0 if along is None else along.matrix.shape[-1]
     encode_kernel[layer.streams, triton.cdiv(layer.tokens, launch.blocks["TILE"])](
-        *layer.source, index, stored, largest, parts[0], codes, scales, zero_points, super_scale, *parts[1:],
-        layer.tokens, 1 if residual is None else stored.shape[1], largest.shape[1], shapes[2][1],
-        0 if along is None else along.matrix.shape[0], residual is not None, rank, padded(rank), layer.channels,
-        group_size, *groups, padded(largest.shape[1], 1), **launch.options,
+        *layer.source, *index, *stored, largest, parts[0], *codes, *scales, *zero_points, *super_scale, *parts[1:],
+        layer.tokens, stored[0].shape[1], largest.shape[1], shapes[2][1], 0 if along is None else len(along.matrix),
+        residual is not None, rank, padded(rank), layer.channels, group_size, *groups, padded(largest.shape[1], 1),
+        **launch.options,
     )  # fmt: skip
-    if not aligned:
-        zero_points = packing.pack(zero_points)
-    return AffineCode(codes, scales.view(torch.float8_e4m3fn), zero_points, super_scale)
+    if not aligned:  # neighbouring tokens share bytes in no pattern that a tile could keep
+        zero_points = packing.pack(zero_points[0]), packing.pack(zero_points[1])
+    return Codes(codes, as_e4m3(scales), zero_points, super_scale)
 
 
 def encode(values: Tensor, group_size: int) -> AffineCode:
@@ -271,7 +292,7 @@ def encode(values: Tensor, group_size: int) -> AffineCode:
     layer = Layer.of(values)
     with on_device(values, "values"):
         code = encode_layer(layer, group_size, largest_ranges(layer, group_size))
-    return AffineCode(*(part.view(shape) for part, shape in zip(code, shapes, strict=True)))
+    return AffineCode(*(pair[0].view(shape) for pair, shape in zip(code, shapes, strict=True)))
 
 
 def decode(code: AffineCode, start: int = 0, stop: int | None = None) -> Tensor:

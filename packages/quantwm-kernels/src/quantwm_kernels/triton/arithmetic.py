@@ -1,14 +1,12 @@
-"""Arithmetic of the kernels: what NumPy does that Triton has no word for, and what its interpreter gets wrong."""
+"""Arithmetic of the kernels: what NumPy does that Triton has no word for."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from quantwm_kernels.launch import interpreted
+from quantwm_kernels.triton.domain import INTERPRETED
 
-# The interpreter multiplies BF16 operands wrongly and rounds to BF16 towards zero; under it the same is computed in FP32.
-INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
 # Adding 1.5 * 2**23 leaves no bit behind the point of a number below 2**22: the sum is rounded, half to even.
 INTEGER_BITS: tl.constexpr = tl.constexpr(1.5 * 2.0**23)
 MAGNITUDE_BITS: tl.constexpr = tl.constexpr(0x7FFFFFFF)
@@ -20,22 +18,11 @@ LARGE: tl.constexpr = tl.constexpr(2.0**100)
 
 @triton.jit
 def product(left, right, sums):
-    """``sums + left @ right`` of BF16 operands, FP32 sums."""
+    """``sums + left @ right`` of BF16 operands, FP32 sums. The interpreter multiplies BF16 wrongly, FP32 rightly."""
     if INTERPRETED:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), sums)
     else:
         return tl.dot(left, right, sums)
-
-
-@triton.jit
-def rounded_to_bf16(number):
-    """BF16 number nearest to an FP32 number, ties to even."""
-    if INTERPRETED:
-        bits = number.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
-    else:
-        return number.to(tl.bfloat16)
 
 
 @triton.jit

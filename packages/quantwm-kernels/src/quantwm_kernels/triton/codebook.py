@@ -19,9 +19,10 @@ from quantwm_core import codebook as core
 from quantwm_core.errors import DtypeError, ParameterError, ShapeError
 from quantwm_kernels.codebook import Metric, index_shape, table_shape
 from quantwm_kernels.launch import LAUNCHES, on_device
-from quantwm_kernels.triton.arithmetic import product, rounded_to_bf16, scaled
+from quantwm_kernels.triton.arithmetic import product, scaled
+from quantwm_kernels.triton.domain import to_bf16
 from quantwm_kernels.triton.frame import DIAGONAL, FULL, UNIFORM, frame_kernel, magnitude_kernel, table_kernel
-from quantwm_kernels.triton.layer import Layer, padded, pieces_for, rows_of, split
+from quantwm_kernels.triton.layer import Layer, Pair, padded, rows_of
 
 INDEX_BITS: tl.constexpr = tl.constexpr(core.MAX_CENTROIDS - 1)
 DISTANCE_BITS: tl.constexpr = tl.constexpr(-core.MAX_CENTROIDS)
@@ -57,8 +58,8 @@ def into_frame(number, offset, shift, start, CHANNELS: tl.constexpr, BLOCK_K: tl
 @triton.jit
 def exact_product(centred, coarse, fine, scores):
     """Product of FP32 tokens and of a codebook in two BF16 parts, all but the smallest of four terms."""
-    near = rounded_to_bf16(centred)
-    rest = rounded_to_bf16(centred - near.to(tl.float32))
+    near = to_bf16(centred)
+    rest = to_bf16(centred - near.to(tl.float32))
     scores = product(rest, coarse, scores)
     scores = product(near, fine, scores)
     return product(near, coarse, scores)
@@ -95,13 +96,13 @@ def assign_kernel(
         if BLOCK_K == BLOCK_D:
             number = token_block(rows, token, tokens, token_stride, 0, CHANNELS, BLOCK_K)
             if CENTRED:
-                number = rounded_to_bf16(into_frame(number, middle, shift, 0, CHANNELS, BLOCK_K))
+                number = to_bf16(into_frame(number, middle, shift, 0, CHANNELS, BLOCK_K))
             scores = product(number, resident, scores)
         else:
             for begin in range(0, BLOCK_D, BLOCK_K):
                 number = token_block(rows, token, tokens, token_stride, begin, CHANNELS, BLOCK_K)
                 if CENTRED:
-                    number = rounded_to_bf16(into_frame(number, middle, shift, begin, CHANNELS, BLOCK_K))
+                    number = to_bf16(into_frame(number, middle, shift, begin, CHANNELS, BLOCK_K))
                 block = weighted_block(own, centroids, begin, CHANNELS, BLOCK_C, BLOCK_K)
                 scores = product(number, block, scores)
         _, found = lowest(scores + constant, column, BLOCK_C)
@@ -136,7 +137,7 @@ def sum_kernel(
         else:
             rest = number.to(tl.float32)
             for _ in tl.static_range(PARTS):
-                part = rounded_to_bf16(rest)
+                part = to_bf16(rest)
                 total = product(member, part, total)
                 rest -= part.to(tl.float32)
         count = product(member, one, count)
@@ -208,7 +209,7 @@ class Frame:
         largest: FP32 ``[S]``, largest magnitude of the tokens, NaN if one is.
         high, low: BF16 ``[S, C, D]``, minus twice the weighted centroids.
         bias: FP32 ``[S, C]``.
-        stored: BF16 ``[S, C, D]``, the codebook that is kept.
+        stored: BF16 ``[streams of a tensor, C, D]`` of each tensor, the codebooks that are kept.
     """
 
     layer: Layer
@@ -220,7 +221,7 @@ class Frame:
     high: Tensor
     low: Tensor
     bias: Tensor
-    stored: Tensor
+    stored: Pair
 
     @property
     def centroids(self) -> int:
@@ -249,13 +250,11 @@ def begin(layer: Layer, centroids: int, metric: Tensor | None, initial: Tensor |
         layer.empty(centroids, channels, dtype=torch.bfloat16),
         layer.empty(centroids, channels, dtype=torch.bfloat16),
         layer.empty(centroids, dtype=torch.float32),
-        layer.empty(centroids, channels, dtype=torch.bfloat16),
+        layer.pair(centroids, channels, dtype=torch.bfloat16),
     )
     launch = LAUNCHES["magnitude"]
     wide = padded(channels)
-    per_piece, pieces = split(
-        layer.tokens, launch.blocks["TILE"], pieces_for(layer.streams, layer.tokens, launch.blocks["TILE"], launch.programs)
-    )
+    per_piece, pieces = layer.split(launch)
     magnitudes = layer.empty(pieces, dtype=torch.int32)
     magnitude_kernel[layer.streams, pieces](
         *layer.source, magnitudes, layer.tokens, per_piece, channels, wide, **launch.options
@@ -276,11 +275,8 @@ def refine(frame: Frame, iterations: int) -> None:
     _prepare(frame, None, final=False)
     layer = frame.layer
     launch = LAUNCHES["sum_members"]
-    tile = launch.blocks["TILE"]
     blocks = triton.cdiv(frame.centroids, launch.blocks["BLOCK_C"])
-    per_piece, pieces = split(
-        layer.tokens, tile, pieces_for(layer.streams * blocks, layer.tokens, tile, launch.programs)
-    )
+    per_piece, pieces = layer.split(launch, layer.streams * blocks)
     index = layer.empty(layer.tokens, dtype=torch.uint8)
     sums = layer.empty(pieces, frame.centroids, layer.channels, dtype=torch.float32)
     counts = layer.empty(pieces, frame.centroids, dtype=torch.float32)
@@ -300,8 +296,7 @@ def rank(frame: Frame, first_ranks: int, second_ranks: int) -> Tensor:
     layer, launch = frame.layer, LAUNCHES["rank_centroids"]
     ranks = max(first_ranks, second_ranks)
     found = layer.empty(layer.tokens, ranks, dtype=torch.uint8)
-    tile = launch.blocks["TILE"]
-    per_piece, pieces = split(layer.tokens, tile, pieces_for(layer.streams, layer.tokens, tile, launch.programs))
+    per_piece, pieces = layer.split(launch)
     wide = padded(layer.channels)
     options = {**launch.options, "BLOCK_K": min(wide, launch.blocks["BLOCK_K"])}
     nearest_kernel[layer.streams, pieces](
@@ -341,7 +336,7 @@ def fit(
     with on_device(values, "values"):
         frame = begin(layer, shape[-2], _flat_metric(metric, values), start)
         refine(frame, iterations)
-    return frame.stored.view(shape)
+    return frame.stored[0].view(shape)
 
 
 def nearest(values: Tensor, centroids: Tensor, metric: Metric = None, count: int = 1) -> Tensor:
@@ -399,8 +394,7 @@ def _flat_metric(metric: Metric, values: Tensor) -> Tensor | None:
 def _assign(frame: Frame, index: Tensor) -> None:
     """Nearest centroid of every token into uint8 ``[S, N]``."""
     layer, launch = frame.layer, LAUNCHES["assign_centroids"]
-    tile = launch.blocks["TILE"]
-    per_piece, pieces = split(layer.tokens, tile, pieces_for(layer.streams, layer.tokens, tile, launch.programs))
+    per_piece, pieces = layer.split(launch)
     wide = padded(layer.channels)
     options = {**launch.options, "BLOCK_K": min(wide, launch.blocks["BLOCK_K"])}
     assign_kernel[layer.streams, pieces](
@@ -426,6 +420,6 @@ def _table(frame: Frame, update: tuple[Tensor, Tensor] | None, kind: tl.constexp
     wide = padded(channels)
     table_kernel[frame.layer.streams, triton.cdiv(frame.centroids, launch.blocks["ROWS"])](
         frame.table, frame.offset, frame.exponent, frame.table if frame.metric is None else frame.metric, sums, counts,
-        frame.high, frame.low, frame.bias, frame.stored, frame.centroids, pieces, update is not None, final,
+        frame.high, frame.low, frame.bias, *frame.stored, frame.layer.per_tensor, frame.centroids, pieces, update is not None, final,
         kind.value, final or frame.rounds_are_centred, channels, wide, BLOCK_K=min(wide, 32), **launch.options,
     )  # fmt: skip

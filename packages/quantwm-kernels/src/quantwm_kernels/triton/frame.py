@@ -15,10 +15,10 @@ from quantwm_kernels.triton.arithmetic import (
     binary_exponent,
     magnitude_bits,
     power_of_two,
-    rounded_to_bf16,
     scaled,
 )
-from quantwm_kernels.triton.layer import rows_of
+from quantwm_kernels.triton.domain import to_bf16
+from quantwm_kernels.triton.layer import part_of, rows_of
 
 UNIFORM: tl.constexpr = tl.constexpr(0)
 DIAGONAL: tl.constexpr = tl.constexpr(1)
@@ -80,7 +80,7 @@ def frame_kernel(
         else:
             number = tl.load(own + row * CHANNELS + channel[None, :], mask=inside, other=0.0)
         total += tl.sum(scaled(number, -shift), axis=0)
-    mean = rounded_to_bf16(total / centroids).to(tl.float32)
+    mean = to_bf16(total / centroids).to(tl.float32)
     tl.store(offset + stream * CHANNELS + channel, scaled(mean, shift), mask=channel < CHANNELS)
     tl.store(exponent + stream, shift)
 
@@ -96,7 +96,7 @@ def weighted_fully(table, matrix, middle, shift, row, centroids, FINAL: tl.const
         inside = (row[:, None] < centroids) & (other[None, :] < CHANNELS)
         number = tl.load(table + row[:, None] * CHANNELS + other[None, :], mask=inside, other=0.0)
         if FINAL:
-            number = rounded_to_bf16(number).to(tl.float32)
+            number = to_bf16(number).to(tl.float32)
         origin = tl.load(middle + other, mask=other < CHANNELS, other=0.0)[None, :]
         centred = tl.where(inside, scaled(number - origin, -shift), 0.0)
         known = (other[:, None] < CHANNELS) & (channel[None, :] < CHANNELS)
@@ -107,7 +107,8 @@ def weighted_fully(table, matrix, middle, shift, row, centroids, FINAL: tl.const
 
 @triton.jit(do_not_specialize=["centroids", "pieces"])
 def table_kernel(
-    table, offset, exponent, metric, sums, counts, high, low, bias, stored, centroids, pieces,
+    table, offset, exponent, metric, sums, counts, high, low, bias, first_stored, second_stored, per_tensor, centroids,
+    pieces,
     UPDATE: tl.constexpr, FINAL: tl.constexpr, METRIC: tl.constexpr, CENTRED: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -130,8 +131,9 @@ def table_kernel(
         number = tl.where(count[:, None] > 0, tl.div_rn(total, some), number)
         tl.store(table + block + place, number, mask=inside)
     if FINAL:
-        exact = rounded_to_bf16(number)
-        tl.store(stored + block + place, exact, mask=inside)
+        exact = to_bf16(number)
+        stored = part_of(first_stored, second_stored, stream, per_tensor)
+        tl.store(stored + stream % per_tensor * centroids * CHANNELS + place, exact, mask=inside)
         number = exact.to(tl.float32)
     shift = tl.load(exponent + stream)
     middle = tl.load(offset + stream * CHANNELS + channel, mask=channel < CHANNELS, other=0.0)[None, :]
@@ -146,10 +148,10 @@ def table_kernel(
             table + block, metric + stream * CHANNELS * CHANNELS, offset + stream * CHANNELS, shift, row, centroids,
             FINAL, CHANNELS, BLOCK_D, ROWS, BLOCK_K,
         )  # fmt: skip
-    near = rounded_to_bf16(weighted)
+    near = to_bf16(weighted)
     kept = near.to(tl.float32)
     if FINAL:
-        rest = rounded_to_bf16(weighted - kept).to(tl.float32)
+        rest = to_bf16(weighted - kept).to(tl.float32)
         tl.store(low + block + place, (rest * -2.0).to(tl.bfloat16), mask=inside)
         kept += rest
     seen = centred

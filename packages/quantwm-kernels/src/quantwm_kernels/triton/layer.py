@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantwm_core.errors import DtypeError, ShapeError
+from quantwm_kernels.launch import Launch, processors
 
 FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -24,6 +25,20 @@ def rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
     else:
         rows = second + offset
     return rows
+
+
+@triton.jit
+def part_of(first, second, stream, per_tensor):
+    """Pointer to what a stream's tensor owns of a pair of results."""
+    if stream < per_tensor:
+        part = first
+    else:
+        part = second
+    return part
+
+
+Pair = tuple[Tensor, Tensor]
+"""A result of both tensors of a layer, each in memory of its own; twice the same where there is but one tensor."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +105,26 @@ class Layer:
         """Fresh memory ``[streams, *shape]`` where the tensors live."""
         return torch.empty((self.streams, *shape), dtype=dtype, device=self.first.device)
 
+    def pair(self, *shape: int, dtype: torch.dtype) -> Pair:
+        """Fresh memory ``[streams of a tensor, *shape]`` for each tensor."""
+        parts = [
+            torch.empty((self.per_tensor, *shape), dtype=dtype, device=self.first.device) for _ in range(self.tensors)
+        ]
+        return parts[0], parts[-1]
+
+    def split(self, launch: Launch, streams: int | None = None) -> tuple[int, int]:
+        """Tokens per piece, whole tiles, and pieces of a stream, so that about as many programs run as ``launch`` wants.
+
+        Args:
+            launch: Tile and programs per processor.
+            streams: Programs per piece, where that is not the number of streams.
+        """
+        tile = launch.blocks["TILE"]
+        tiles = triton.cdiv(self.tokens, tile)
+        programs = launch.programs * processors(self.first.device)
+        per_piece = triton.cdiv(tiles, max(1, min(tiles, programs // (streams or self.streams)))) * tile
+        return per_piece, triton.cdiv(self.tokens, per_piece)
+
 
 def _four_axes(tensor: Tensor) -> Tensor:
     """``[*streams, N, D]`` as ``[B, H, N, D]``."""
@@ -105,22 +140,3 @@ def padded(size: int, least: int = 16) -> int:
     [16, 16, 128, 256]
     """
     return max(least, triton.next_power_of_2(size))
-
-
-def split(tokens: int, tile: int, pieces: int) -> tuple[int, int]:
-    """Tokens per piece, whole tiles, and how many pieces it takes, at most ``pieces``.
-
-    >>> split(1000, 64, 3), split(10, 64, 3)
-    ((384, 3), (64, 1))
-    """
-    per_piece = triton.cdiv(triton.cdiv(tokens, tile), max(1, pieces)) * tile
-    return per_piece, triton.cdiv(tokens, per_piece)
-
-
-def pieces_for(streams: int, tokens: int, tile: int, programs: int) -> int:
-    """Into how many pieces a stream's tokens are cut so that about ``programs`` programs run.
-
-    >>> pieces_for(64, 29640, 64, 256), pieces_for(1, 100, 64, 256)
-    (4, 2)
-    """
-    return max(1, min(triton.cdiv(tokens, tile), programs // streams))

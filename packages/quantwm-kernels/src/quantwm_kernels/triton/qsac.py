@@ -18,7 +18,7 @@ from quantwm_kernels.qsac import choice_shape
 from quantwm_kernels.triton import affine, codebook
 from quantwm_kernels.triton.affine import group_range
 from quantwm_kernels.triton.arithmetic import scaled
-from quantwm_kernels.triton.layer import Layer, pieces_for, rows_of, split
+from quantwm_kernels.triton.layer import Pair, part_of, rows_of
 
 
 @triton.jit
@@ -31,8 +31,8 @@ def residual_range(number, stored, row, channel, inside, CHANNELS: tl.constexpr)
 
 @triton.jit(do_not_specialize=["tokens", "per_piece", "centroids", "ranks", "first_ranks", "second_ranks"])
 def choose_kernel(
-    first, second, per_tensor, heads, batch_stride, head_stride, token_stride, found, stored, sensitivity, exponent,
-    index, largest, tokens, per_piece, centroids, ranks, first_ranks, second_ranks,
+    first, second, per_tensor, heads, batch_stride, head_stride, token_stride, found, first_stored, second_stored,
+    sensitivity, exponent, first_index, second_index, largest, tokens, per_piece, centroids, ranks, first_ranks, second_ranks,
     CHANNELS: tl.constexpr, GROUP: tl.constexpr, GROUPS_2: tl.constexpr, GROUP_2: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Chosen centroid of every token of a piece, and the largest range of a group that is left."""
@@ -44,6 +44,9 @@ def choose_kernel(
     weight = tl.sum(tl.load(sensitivity + stream * CHANNELS + channel, mask=known, other=0.0), axis=2)
     shift = tl.load(exponent + stream)
     wanted = tl.where(stream < per_tensor, first_ranks, second_ranks)
+    own = stream % per_tensor
+    stored = part_of(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
+    index = part_of(first_index, second_index, stream, per_tensor) + own * tokens
     widest = tl.zeros((TILE, GROUPS_2), tl.float32)
     for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
         token = start + tl.arange(0, TILE)
@@ -52,28 +55,27 @@ def choose_kernel(
         number = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
         candidates = found + (stream * tokens + token) * ranks
         best = tl.load(candidates, mask=token < tokens, other=0)
-        span = residual_range(number, stored, stream * centroids + best.to(tl.int64), channel, inside, CHANNELS)
+        span = residual_range(number, stored, best.to(tl.int64), channel, inside, CHANNELS)
         if wanted > 1:
             relative = scaled(span, -shift)
             cost = tl.sum(weight * (relative * relative), axis=1)
             for rank in range(1, wanted):
                 other = tl.load(candidates + rank, mask=token < tokens, other=0)
-                row = stream * centroids + other.to(tl.int64)
-                other_span = residual_range(number, stored, row, channel, inside, CHANNELS)
+                other_span = residual_range(number, stored, other.to(tl.int64), channel, inside, CHANNELS)
                 relative = scaled(other_span, -shift)
                 other_cost = tl.sum(weight * (relative * relative), axis=1)
                 better = other_cost < cost
                 cost = tl.where(better, other_cost, cost)
                 best = tl.where(better, other, best)
                 span = tl.where(better[:, None], other_span, span)
-        tl.store(index + stream * tokens + token, best, mask=token < tokens)
+        tl.store(index + token, best, mask=token < tokens)
         widest = tl.maximum(widest, span)
     tl.store(largest + stream * tl.num_programs(1) + piece, tl.max(widest))
 
 
 def choose_layer(
     frame: codebook.Frame, group_size: int, sensitivity: Tensor, first_ranks: int, second_ranks: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Pair, Tensor]:
     """Choose for all streams, among ``first_ranks`` centroids for the first tensor and ``second_ranks`` for the other.
 
     Args:
@@ -83,15 +85,14 @@ def choose_layer(
         first_ranks, second_ranks: Candidates.
 
     Returns:
-        uint8 ``[S, N]`` indices and FP32 ``[S, pieces]``, the largest ranges that are left.
+        uint8 ``[streams of a tensor, N]`` indices of each tensor and FP32 ``[S, pieces]``, the largest ranges that are left.
     """
     layer, launch = frame.layer, LAUNCHES["choose_centroids"]
     found = codebook.rank(frame, first_ranks, second_ranks)
-    tile = launch.blocks["TILE"]
-    per_piece, pieces = split(layer.tokens, tile, pieces_for(layer.streams, layer.tokens, tile, launch.programs))
-    index, largest = layer.empty(layer.tokens, dtype=torch.uint8), layer.empty(pieces, dtype=torch.float32)
+    per_piece, pieces = layer.split(launch)
+    index, largest = layer.pair(layer.tokens, dtype=torch.uint8), layer.empty(pieces, dtype=torch.float32)
     choose_kernel[layer.streams, pieces](
-        *layer.source, found, frame.stored, sensitivity, frame.exponent, index, largest, layer.tokens, per_piece,
+        *layer.source, found, *frame.stored, sensitivity, frame.exponent, *index, largest, layer.tokens, per_piece,
         frame.centroids, found.shape[-1], first_ranks, second_ranks, layer.channels, group_size,
         *affine.group_sizes(layer.channels, group_size), **launch.options,
     )  # fmt: skip
@@ -133,4 +134,4 @@ def choose(
         frame = codebook.framed(keys, centroids, metric)
         weights = sensitivity.to(torch.float32).reshape(frame.layer.streams, -1).contiguous()
         index, _ = choose_layer(frame, group_size, weights, count, count)
-    return index.view(choice_shape(keys.shape))
+    return index[0].view(choice_shape(keys.shape))

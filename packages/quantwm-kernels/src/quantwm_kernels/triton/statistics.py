@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quantwm_core.errors import ParameterError, ShapeError
-from quantwm_kernels.launch import LAUNCHES, on_device
+from quantwm_kernels.launch import LAUNCHES, on_device, processors
 from quantwm_kernels.statistics import QueryMoment, basis_shapes, moment_shape
-from quantwm_kernels.triton.arithmetic import product, rounded_to_bf16
-from quantwm_kernels.triton.layer import pieces_for, split
+from quantwm_kernels.triton.arithmetic import product
+from quantwm_kernels.triton.domain import to_bf16
 
 
 @triton.jit(do_not_specialize=["tokens", "per_piece", "share"])
@@ -39,7 +39,7 @@ def moment_kernel(
             inside = (query < tokens * pooled)[:, None]
             near = tl.load(queries + place[:, None] + row[None, :] * channel_stride, mask=inside & (row < CHANNELS)[None, :], other=0.0)
             far = tl.load(queries + place[:, None] + column[None, :] * channel_stride, mask=inside & (column < CHANNELS)[None, :], other=0.0)
-            near, far = rounded_to_bf16(near.to(tl.float32)), rounded_to_bf16(far.to(tl.float32))
+            near, far = to_bf16(near.to(tl.float32))(far.to(tl.float32))
             total += product(tl.trans(near), far, tl.zeros((BLOCK, BLOCK), tl.float32)) * share
         own = parts + (stream * tl.num_programs(1) + piece).to(tl.int64) * CHANNELS * CHANNELS
         inside = (row < CHANNELS)[:, None] & (column < CHANNELS)[None, :]
@@ -95,9 +95,10 @@ def second_moment(queries: Tensor, kv_heads: int) -> QueryMoment:
     tile = launch.blocks["TILE"]
     block = min(max(16, triton.next_power_of_2(channels)), 128)
     blocks = triton.cdiv(channels, block)
-    per_piece, pieces = split(
-        pooled * tokens, tile, pieces_for(streams * blocks * blocks, pooled * tokens, tile, launch.programs)
-    )
+    tiles = triton.cdiv(pooled * tokens, tile)
+    programs = launch.programs * processors(queries.device) // (streams * blocks * (blocks + 1) // 2)
+    per_piece = triton.cdiv(tiles, max(1, min(tiles, programs))) * tile
+    pieces = triton.cdiv(pooled * tokens, per_piece)
     parts = torch.empty((streams, pieces, channels, channels), dtype=torch.float32, device=queries.device)
     with on_device(queries, "queries"):
         moment_kernel[streams, pieces, blocks * blocks](
