@@ -206,7 +206,7 @@ class Frame:
         metric: None, FP32 ``[S, D]`` or ``[S, D, D]``.
         table: FP32 ``[S, C, D]``.
         offset, exponent: FP32 ``[S, D]`` and int32 ``[S]``.
-        largest: FP32 ``[S]``, largest magnitude of the tokens, NaN if one is.
+        largest: int32 ``[S]``, bits of the largest magnitude of the tokens, above infinity's where one is no number.
         high, low: BF16 ``[S, C, D]``, minus twice the weighted centroids.
         bias: FP32 ``[S, C]``.
         stored: BF16 ``[streams of a tensor, C, D]`` of each tensor, the codebooks that are kept.
@@ -234,8 +234,24 @@ class Frame:
         return self.layer.first.dtype is not torch.bfloat16
 
 
-def begin(layer: Layer, centroids: int, metric: Tensor | None, initial: Tensor | None) -> Frame:
-    """Bring a codebook of ``[S, centroids, D]``, given or made of tokens, and its streams into a frame."""
+def magnitudes_of(layer: Layer) -> Tensor:
+    """Largest magnitude in each piece of a stream, int32 bits ``[S, pieces]``, NaN above all."""
+    launch = LAUNCHES["magnitude"]
+    per_piece, pieces = layer.split(launch)
+    magnitudes = layer.empty(pieces, dtype=torch.int32)
+    magnitude_kernel[layer.streams, pieces](
+        *layer.source, magnitudes, layer.tokens, per_piece, layer.channels, padded(layer.channels), **launch.options
+    )
+    return magnitudes
+
+
+def begin(
+    layer: Layer, centroids: int, metric: Tensor | None, initial: Tensor | None, largest: Tensor | None = None
+) -> Frame:
+    """Bring a codebook of ``[S, centroids, D]``, given or made of tokens, and its streams into a frame.
+
+    ``largest`` is memory for the frame's field of that name.
+    """
     channels = layer.channels
     table = layer.empty(centroids, channels, dtype=torch.float32)
     if initial is not None:
@@ -246,20 +262,14 @@ def begin(layer: Layer, centroids: int, metric: Tensor | None, initial: Tensor |
         table,
         layer.empty(channels, dtype=torch.float32),
         layer.empty(dtype=torch.int32),
-        layer.empty(dtype=torch.float32),
+        layer.empty(dtype=torch.int32) if largest is None else largest,
         layer.empty(centroids, channels, dtype=torch.bfloat16),
         layer.empty(centroids, channels, dtype=torch.bfloat16),
         layer.empty(centroids, dtype=torch.float32),
         layer.pair(centroids, channels, dtype=torch.bfloat16),
     )
-    launch = LAUNCHES["magnitude"]
-    wide = padded(channels)
-    per_piece, pieces = layer.split(launch)
-    magnitudes = layer.empty(pieces, dtype=torch.int32)
-    magnitude_kernel[layer.streams, pieces](
-        *layer.source, magnitudes, layer.tokens, per_piece, channels, wide, **launch.options
-    )
-    launch = LAUNCHES["frame"]
+    magnitudes, wide = magnitudes_of(layer), padded(channels)
+    pieces, launch = magnitudes.shape[1], LAUNCHES["frame"]
     frame_kernel[layer.streams,](
         *layer.source, magnitudes, table, frame.offset, frame.exponent, frame.largest, layer.tokens, centroids, pieces,
         initial is None, channels, wide, PIECES=padded(pieces, 1), **launch.options,

@@ -57,7 +57,7 @@ def frame_kernel(
     channel = tl.arange(0, BLOCK_D)
     piece = tl.arange(0, PIECES)
     bits = tl.max(tl.load(magnitudes + stream * pieces + piece, mask=piece < pieces, other=0))
-    tl.store(largest + stream, bits.to(tl.float32, bitcast=True))
+    tl.store(largest + stream, bits)
     own = table + stream * centroids * CHANNELS
     for start in range(0, centroids, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]

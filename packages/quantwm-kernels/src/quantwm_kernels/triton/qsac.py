@@ -74,14 +74,14 @@ def choose_kernel(
 
 
 def choose_layer(
-    frame: codebook.Frame, group_size: int, sensitivity: Tensor, first_ranks: int, second_ranks: int
+    frame: codebook.Frame, group_size: int, sensitivity: Tensor | None, first_ranks: int, second_ranks: int
 ) -> tuple[Pair, Tensor]:
     """Choose for all streams, among ``first_ranks`` centroids for the first tensor and ``second_ranks`` for the other.
 
     Args:
         frame: A refined codebook.
         group_size: Channels per quantization group.
-        sensitivity: FP32 ``[S, D]``.
+        sensitivity: FP32 ``[S, D]``; None only where there is one candidate.
         first_ranks, second_ranks: Candidates.
 
     Returns:
@@ -90,9 +90,10 @@ def choose_layer(
     layer, launch = frame.layer, LAUNCHES["choose_centroids"]
     found = codebook.rank(frame, first_ranks, second_ranks)
     per_piece, pieces = layer.split(launch)
+    weights = frame.offset if sensitivity is None else sensitivity  # nothing is weighed, but memory must be there
     index, largest = layer.pair(layer.tokens, dtype=torch.uint8), layer.empty(pieces, dtype=torch.float32)
     choose_kernel[layer.streams, pieces](
-        *layer.source, found, *frame.stored, sensitivity, frame.exponent, *index, largest, layer.tokens, per_piece,
+        *layer.source, found, *frame.stored, weights, frame.exponent, *index, largest, layer.tokens, per_piece,
         frame.centroids, found.shape[-1], first_ranks, second_ranks, layer.channels, group_size,
         *affine.group_sizes(layer.channels, group_size), **launch.options,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 from quantwm_core.errors import ParameterError, ShapeError
 from quantwm_kernels.launch import LAUNCHES, on_device, processors
 from quantwm_kernels.statistics import QueryMoment, basis_shapes, moment_shape
-from quantwm_kernels.triton.arithmetic import product
+from quantwm_kernels.triton.arithmetic import magnitude_bits, product
 from quantwm_kernels.triton.domain import to_bf16
 
 
@@ -37,9 +37,11 @@ def moment_kernel(
             place = batch.to(tl.int64) * batch_stride + token * token_stride
             place += (head * pooled + query // tokens).to(tl.int64) * head_stride
             inside = (query < tokens * pooled)[:, None]
-            near = tl.load(queries + place[:, None] + row[None, :] * channel_stride, mask=inside & (row < CHANNELS)[None, :], other=0.0)
-            far = tl.load(queries + place[:, None] + column[None, :] * channel_stride, mask=inside & (column < CHANNELS)[None, :], other=0.0)
-            near, far = to_bf16(near.to(tl.float32))(far.to(tl.float32))
+            source = queries + place[:, None]
+            near = tl.load(source + row[None, :] * channel_stride, mask=inside & (row < CHANNELS)[None, :], other=0.0)
+            known = inside & (column < CHANNELS)[None, :]
+            far = tl.load(source + column[None, :] * channel_stride, mask=known, other=0.0)
+            near, far = to_bf16(near.to(tl.float32)), to_bf16(far.to(tl.float32))
             total += product(tl.trans(near), far, tl.zeros((BLOCK, BLOCK), tl.float32)) * share
         own = parts + (stream * tl.num_programs(1) + piece).to(tl.int64) * CHANNELS * CHANNELS
         inside = (row < CHANNELS)[:, None] & (column < CHANNELS)[None, :]
@@ -60,7 +62,7 @@ def add_kernel(parts, mean, pieces, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sensitivity_kernel(mean, weights, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+def sensitivity_kernel(mean, weights, largest, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
     """Diagonal over its average; summed in FP64, because the sum of 256 squares of 2**60 passes FP32's range."""
     stream = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
@@ -68,6 +70,7 @@ def sensitivity_kernel(mean, weights, CHANNELS: tl.constexpr, BLOCK: tl.constexp
     own = mean + stream * CHANNELS * CHANNELS
     diagonal = tl.load(own + channel * (CHANNELS + 1), mask=inside, other=0.0)
     average = (tl.sum(diagonal.to(tl.float64)) / CHANNELS).to(tl.float32)
+    tl.store(largest + stream, tl.max(magnitude_bits(diagonal)))
     known = average > 0
     divisor = tl.where(known, average, 1.0) + tl.zeros((BLOCK,), tl.float32)
     tl.store(weights + stream * CHANNELS + channel, tl.where(known, tl.div_rn(diagonal, divisor), 1.0), mask=inside)
@@ -130,15 +133,22 @@ def sensitivity(mean: Tensor) -> Tensor:
     channels = mean.shape[-1]
     weights = torch.empty(mean.shape[:-1], dtype=torch.float32, device=mean.device)
     with on_device(mean, "query moment"):
-        write_sensitivity(mean.contiguous(), weights.view(-1, channels))
+        largest = torch.empty(weights.shape[:-1].numel(), dtype=torch.int32, device=mean.device)
+        write_sensitivity(mean.contiguous(), weights.view(-1, channels), largest)
     return weights
 
 
-def write_sensitivity(mean: Tensor, weights: Tensor) -> None:
-    """Write the sensitivity of contiguous moments into FP32 ``[S, D]``, a contiguous block."""
+def write_sensitivity(mean: Tensor, weights: Tensor, largest: Tensor) -> None:
+    """Write what contiguous moments ``[.., D, D]`` say about channels.
+
+    Args:
+        mean: FP32 moments.
+        weights: FP32 ``[S, D]``, contiguous, written.
+        largest: int32 ``[S]``, written: bits of the largest diagonal magnitude, above infinity's where one is no number.
+    """
     channels = mean.shape[-1]
     block = triton.next_power_of_2(channels)
-    sensitivity_kernel[len(weights),](mean, weights, channels, block, **LAUNCHES["sensitivity"].options)
+    sensitivity_kernel[len(weights),](mean, weights, largest, channels, block, **LAUNCHES["sensitivity"].options)
 
 
 def normalised(mean: Tensor) -> Tensor:
