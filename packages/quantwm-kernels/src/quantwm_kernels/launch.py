@@ -107,6 +107,19 @@ def check_available(name: str = "tensor") -> None:
         )
 
 
+def check_served(tensor: Tensor, name: str = "tensor") -> None:
+    """Refuse a tensor on a device for which there is neither the reference nor a kernel.
+
+    Raises:
+        DeviceError: It lives neither on the CPU nor on a CUDA device.
+    """
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise DeviceError(
+            f"{name}: the tensor lives on {tensor.device}; quantwm serves CPU tensors and CUDA tensors, "
+            "so move it with tensor.cuda() or tensor.cpu()"
+        )
+
+
 def on_device(tensor: Tensor, name: str = "tensor") -> AbstractContextManager[object]:
     """Context in which a kernel runs where ``tensor`` lives.
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from quantwm_core.errors import DtypeError, RangeError, ShapeError, StateError
 from quantwm_kernels.bridge import check_detached
-from quantwm_kernels.chunk import SealedChunk
+from quantwm_kernels.chunk import SealedChunk, SealedTensor
 from quantwm_kernels.launch import LAUNCHES, Launch, check_available
 from quantwm_kernels.recipe import Field, Form, Recipe, Row
 
 _BY_CHANNEL_GROUPS = (Form.AFFINE, Form.SYMMETRIC)
-_ONE_TABLE = 1024
+_TABLES = 1024
 
 
 class Piece(NamedTuple):
@@ -162,25 +162,32 @@ def check_workspace(kind: str, out: Tensor, shapes: Sequence[tuple[int, int, int
 
 
 def run(planned: Sequence[Batch], keys: Tensor, values: Tensor) -> None:
-    """Launch batches on CUDA tensors; an output whose channels lie apart is written through a copy."""
-    outputs = [
-        out if out.stride(3) == 1 else out.clone(memory_format=torch.contiguous_format) for out in (keys, values)
-    ]
+    """Launch batches; a workspace whose channels lie apart is written through a copy."""
     from quantwm_kernels.triton import reading as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
 
-    for batch in planned:
-        kernels.read(batch, *outputs)
-    for out, written in zip((keys, values), outputs, strict=True):
-        if written is not out:
+    if keys.stride(3) != 1 or values.stride(3) != 1:
+        dense = [out.clone(memory_format=torch.contiguous_format) for out in (keys, values)]
+        run(planned, dense[0], dense[0] if values is keys else dense[1])
+        for out, written in zip((keys,) if values is keys else (keys, values), dense, strict=False):
             out.copy_(written)
+        return
+    for batch in planned:
+        kernels.read(batch, keys, values)
 
 
-@lru_cache(maxsize=_ONE_TABLE)
-def single(row: Row, start: int, stop: int, device: torch.device) -> tuple[Batch, ...]:
-    """Batches that read one tensor's range to the begin of a workspace.
+def read_single(sealed: SealedTensor, out: Tensor, start: int, stop: int) -> None:
+    """Reconstruct tokens ``start`` to ``stop`` of one tensor on a GPU, from the begin of ``out``.
 
-    A table holds nothing but what the arguments say, so it may serve again whenever they are the same.
+    Raises:
+        QuantWMError: As :meth:`ReadPlan.into`.
     """
+    if stop > start:
+        run(_single(sealed.row, start, stop, out.device), out, out)
+
+
+@lru_cache(maxsize=_TABLES)
+def _single(row: Row, start: int, stop: int, device: torch.device) -> tuple[Batch, ...]:
+    """Batches of one tensor. A table holds nothing but what the arguments say: it may serve whenever they come again."""
     return batches([Part(row, start, stop, 0)], [], device)
 
 

@@ -20,6 +20,9 @@ from quantwm_core.chunk import Parameter
 from quantwm_core.errors import DeviceError, DtypeError, FormatError, StateError
 from quantwm_core.methods.quantwm import PSAC_PARTS
 
+# Shape and number format of arrays by name.
+Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
 READABLE = ("bf16", "kivi", "quantwm", "qvg", "rtn")
 """Methods whose arrays the kernels understand; those of other distributions are read on the CPU."""
 
@@ -190,25 +193,22 @@ def _recipe(
     return Recipe(form, channels, channels // groups, stages, rank, sparse="layout" in arrays)
 
 
-def _expected(
-    recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _expected(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
     """Shape and number format of every array that a recipe reads."""
     batch, heads, tokens, channels = shape
     streams = (batch, heads)
     if recipe.form is Form.EXACT:
         return {"exact": (shape, torch.bfloat16)}
-    codes = {"codes": ((*streams, tokens, packing.packed_size(channels)), torch.uint8)}
+    codes: Expected = {"codes": ((*streams, tokens, packing.packed_size(channels)), torch.uint8)}
     by_token, by_channel = -(-tokens // recipe.group), -(-channels // recipe.group)
     match recipe.form:
         case Form.MINMAX:
-            parts = dict.fromkeys(("scales", "minima"), ((*streams, tokens, by_channel), torch.bfloat16))
-            return codes | parts
+            return codes | dict.fromkeys(("scales", "minima"), ((*streams, tokens, by_channel), torch.bfloat16))
         case Form.CHANNEL_MINMAX:
             names = ("channel_scales", "channel_minima")
             return codes | dict.fromkeys(names, ((*streams, channels, by_token), torch.bfloat16))
     rows = (by_token, channels) if recipe.form is Form.CHANNEL_AFFINE else (tokens, by_channel)
-    expected = codes | {"scales": ((*streams, *rows), torch.float8_e4m3fn)}
+    expected: Expected = codes | {"scales": ((*streams, *rows), torch.float8_e4m3fn)}
     if recipe.form is not Form.SYMMETRIC:
         expected["zero_points"] = ((*streams, packing.packed_size(prod(rows))), torch.uint8)
         expected["super_scale"] = (streams, torch.float32)
@@ -219,14 +219,12 @@ def _expected(
     return expected | _expected_psac(recipe, shape, arrays)
 
 
-def _expected_psac(
-    recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _expected_psac(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
     batch, heads, tokens, channels = shape
     if not recipe.rank:
         return {}
     sparse = arrays["bitmap"].shape[0] if recipe.sparse else 0
-    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    expected: Expected = {
         "basis": ((batch, heads, channels, recipe.rank), torch.bfloat16),
         "coefficient_scales": ((batch, heads, recipe.rank), torch.bfloat16),
         "coefficients": ((batch * heads - sparse, tokens, recipe.rank), torch.int8),

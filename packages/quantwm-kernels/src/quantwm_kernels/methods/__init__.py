@@ -20,8 +20,9 @@ from quantwm_core import statistics as core_statistics
 from quantwm_core.chunk import Kind
 from quantwm_core.errors import DtypeError, RangeError, ShapeError, StateError
 from quantwm_core.method import Method, Scheme, decode_tensor
-from quantwm_kernels.bridge import owned, to_numpy
-from quantwm_kernels.chunk import SealedChunk, SealedTensor
+from quantwm_kernels import reading
+from quantwm_kernels.bridge import check_detached, owned, to_numpy
+from quantwm_kernels.chunk import SealedChunk, SealedTensor, description
 from quantwm_kernels.statistics import QueryMoment
 
 
@@ -57,7 +58,7 @@ def _seal(
     if strangers := sealed.arrays.keys() - set(names):
         raise StateError(f"{label}: method {method.name!r} wrote arrays {sorted(strangers)} that it does not list")
     answer = {
-        **_description(sealed.method, sealed.parameters, sealed.shape, list(sealed.arrays)),
+        **description(sealed.method, sealed.parameters, sealed.shape, sealed.arrays),
         "layout": {name: (array.dtype.name, array.shape) for name, array in sealed.arrays.items()},
     }
     missing = np.zeros(0, np.uint8)
@@ -83,6 +84,15 @@ def _decode(arrays: Sequence[Tensor], specification: str, out: Tensor, start: in
     sealed = SealedTensor(**_described(json.loads(specification), arrays))
     target = to_numpy(out, "workspace")
     np.copyto(target, decode_tensor(sealed.to_core(), start, stop))
+
+
+@_decode.register_kernel("cuda")
+def _(arrays: Sequence[Tensor], specification: str, out: Tensor, start: int, stop: int) -> None:
+    check_detached(out, "workspace")
+    for tensor in arrays:
+        check_detached(tensor, "sealed array")
+    sealed = SealedTensor(**_described(json.loads(specification), arrays))
+    reading.read_single(sealed, out, start, stop)
 
 
 @_decode.register_fake
@@ -128,7 +138,7 @@ def seal(
     }
     before: list[Tensor] = []
     if previous is not None:
-        asked["previous"] = _description(previous.method, previous.parameters, previous.shape, list(previous.arrays))
+        asked["previous"] = description(previous.method, previous.parameters, previous.shape, previous.arrays)
         before = list(previous.arrays.values())
     mean, queries = (None, 0) if moment is None else moment
     text, *buffers = _seal(values, mean, queries, before, json.dumps(asked))
@@ -168,8 +178,11 @@ def decode_into(
         raise ShapeError(f"workspace: got shape {tuple(out.shape)}, need {shape} for tokens {start} to {end}")
     if out.dtype is not torch.bfloat16:
         raise DtypeError(f"workspace: got {out.dtype}, need torch.bfloat16")
-    text = json.dumps(_description(sealed.method, sealed.parameters, sealed.shape, list(sealed.arrays)))
-    _decode(list(sealed.arrays.values()), text, out, start, end)
+    if out.is_cuda and not torch.compiler.is_compiling():
+        check_detached(out, "workspace")
+        reading.read_single(sealed, out, start, end)
+    else:
+        _decode(list(sealed.arrays.values()), sealed.specification, out, start, end)
 
 
 def seal_chunk(
@@ -203,13 +216,6 @@ def seal_chunk(
     before = (None, None) if previous is None else (previous.keys, previous.values)
     sealed_keys = seal(scheme.keys, "keys", keys, moment, before[0], label)
     return SealedChunk(sealed_keys, seal(scheme.values, "values", values, moment, before[1], label), start)
-
-
-def _description(
-    method: str, parameters: Mapping[str, Any], shape: Sequence[int], names: Sequence[str]
-) -> dict[str, Any]:
-    """What must be said about a sealed tensor beside its arrays, as JSON can say it."""
-    return {"method": method, "parameters": dict(parameters), "shape": list(shape), "names": list(names)}
 
 
 def _described(description: Mapping[str, Any], arrays: Sequence[Tensor]) -> dict[str, Any]:

@@ -63,11 +63,7 @@ def codes_at(row, stream, tokens, CHANNELS: tl.constexpr, LANES: tl.constexpr):
     """Pointer to a stream's packed codes, a word at a time."""
     begin = stream * tokens * ((CHANNELS + LANES - 1) // LANES)
     address = tl.load(row + CODES)
-    if LANES == CODES_PER_BYTE:
-        codes = bytes_at(address, begin)
-    else:
-        codes = halves_at(address, begin)
-    return codes
+    return bytes_at(address, begin) if LANES == CODES_PER_BYTE else halves_at(address, begin)
 
 
 @triton.jit
@@ -86,10 +82,7 @@ def scales_at(
     row, stream, tokens, CHANNELS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr, SYMMETRIC: tl.constexpr
 ):
     """Pointers to a stream's scales and zero-points, and its super-scale; what is symmetric has neither of these."""
-    if BY_CHANNEL:
-        count = (tokens + GROUP - 1) // GROUP * CHANNELS
-    else:
-        count = tokens * (CHANNELS // GROUP)
+    count = (tokens + GROUP - 1) // GROUP * CHANNELS if BY_CHANNEL else tokens * (CHANNELS // GROUP)
     scales = bytes_at(tl.load(row + SCALES), stream * count)
     zero_points, super_scale = scales, 1.0
     if not SYMMETRIC:
