@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantwm_core.chunk import Parameter
+from quantwm_core.chunk import Kind, Parameter
 from quantwm_core.domain import MAX_MAGNITUDE
-from quantwm_core.errors import DomainError, StateError
+from quantwm_core.errors import DomainError
+from quantwm_core.method import Method
 from quantwm_kernels.chunk import SealedChunk, SealedTensor
 from quantwm_kernels.psac import PsacCode
 
@@ -30,8 +32,41 @@ class Status(IntEnum):
     NON_ZERO = 2
 
 
+ACCEPTED = (torch.bfloat16, torch.float16, torch.float32)
+"""Number formats of tensors that can be sealed."""
+
 _LARGEST = int(torch.tensor(MAX_MAGNITUDE, dtype=torch.float32).view(torch.int32))
 _INFINITE = int(torch.tensor(torch.inf, dtype=torch.float32).view(torch.int32))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One tensor that is to be sealed.
+
+    Attributes:
+        method: How.
+        kind: ``"keys"`` or ``"values"``.
+        values: BF16, FP16 or FP32 ``[B, H, N, D]``.
+        label: Which tensor it is, for messages.
+        previous: The same tensor of the unit before.
+    """
+
+    method: Method
+    kind: Kind
+    values: Tensor
+    label: str
+    previous: SealedTensor | None = None
+
+    @property
+    def exact(self) -> Tensor:
+        """The tensor in BF16."""
+        return self.values.to(torch.bfloat16)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(B, H, N, D)``."""
+        batch, heads, tokens, channels = self.values.shape
+        return batch, heads, tokens, channels
 
 
 @dataclass(frozen=True)
@@ -89,15 +124,25 @@ class PendingTensors:
         return self._sealed
 
 
+class Sealed(NamedTuple):
+    """Tensors that were sealed at once, as on a CPU."""
+
+    tensors: tuple[SealedTensor, ...]
+
+    def wait(self) -> tuple[SealedTensor, ...]:
+        """The tensors."""
+        return self.tensors
+
+
 class PendingChunk:
     """A unit of one layer that is being sealed.
 
     Args:
-        tensors: Keys and values, from one launch or from two.
-        start: Absolute position of the unit's first token.
+        tensors: Its keys and its values.
+        start: Absolute position of its first token.
     """
 
-    def __init__(self, tensors: Sequence[PendingTensors], start: int) -> None:
+    def __init__(self, tensors: PendingTensors | Sealed, start: int) -> None:
         self._tensors = tensors
         self._start = start
 
@@ -107,21 +152,8 @@ class PendingChunk:
         Raises:
             DomainError: As :meth:`PendingTensors.wait`; the unit is not sealed.
         """
-        keys, values = (tensor for pending in self._tensors for tensor in pending.wait())
+        keys, values = self._tensors.wait()
         return SealedChunk(keys, values, self._start)
-
-
-class SealedAlready(PendingTensors):
-    """Tensors that were sealed at once, as on a CPU."""
-
-    def __init__(self, *sealed: SealedTensor) -> None:
-        self._sealed = sealed
-
-    def wait(self) -> tuple[SealedTensor, ...]:
-        """The tensors."""
-        if self._sealed is None:  # never: they were given
-            raise StateError("nothing was sealed")
-        return self._sealed
 
 
 def _finished(draft: Draft, status: Sequence[Sequence[int]]) -> SealedTensor:

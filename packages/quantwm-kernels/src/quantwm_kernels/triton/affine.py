@@ -54,6 +54,39 @@ def packed_rows(codes, ROWS: tl.constexpr, BYTES: tl.constexpr):
     return tl.sum(quads << (position * CODE_BITS), axis=2)
 
 
+@triton.jit
+def store_codes(codes, code, row, cell, group, CHANNELS: tl.constexpr, GROUP: tl.constexpr, GROUPS_2: tl.constexpr,
+                GROUP_2: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Pack and store whole-numbered codes ``[TILE, GROUPS_2, GROUP_2]`` of rows ``[TILE]``."""
+    QUADS: tl.constexpr = GROUP_2 // CODES_PER_BYTE
+    quad = tl.arange(0, QUADS)[None, None, :]
+    byte = tl.reshape(packed_rows(code.to(tl.int32), TILE * GROUPS_2, QUADS), (TILE, GROUPS_2, QUADS))
+    place = row[:, None, None] * (CHANNELS // CODES_PER_BYTE) + group[None, :, None] * (GROUP // CODES_PER_BYTE) + quad
+    tl.store(codes + place, byte.to(tl.uint8), mask=cell[:, :, None] & (quad < GROUP // CODES_PER_BYTE))
+
+
+@triton.jit
+def store_zero_points(zero_points, zero, block, size, GROUPS_2: tl.constexpr, TILE: tl.constexpr):
+    """Pack and store a tile's zero-points ``[TILE, GROUPS_2]``, which fill whole bytes of a stream's ``size``."""
+    BYTES: tl.constexpr = TILE * GROUPS_2 // CODES_PER_BYTE
+    byte = tl.reshape(packed_rows(zero.to(tl.int32), BYTES, 1), (BYTES,))
+    place = block * BYTES + tl.arange(0, BYTES)
+    tl.store(zero_points + place, byte.to(tl.uint8), mask=place < size)
+
+
+@triton.jit
+def store_coefficients(coefficients, peaks, error, projection, channel, known, row, inside, RANK: tl.constexpr,
+                       RANK_2: tl.constexpr):  # fmt: skip
+    """Store ``error @ projection`` of rows and the largest magnitude along each direction; unknown channels are zero."""
+    direction = tl.arange(0, RANK_2)
+    source = projection + channel[:, None] * RANK + direction[None, :]
+    matrix = tl.load(source, mask=known[:, None] & (direction[None, :] < RANK), other=0.0)
+    share = tl.dot(error, matrix, input_precision="tf32x3")
+    present = inside[:, None] & (direction[None, :] < RANK)
+    tl.store(coefficients + row[:, None] * RANK + direction[None, :], share, mask=present)
+    tl.store(peaks + direction, tl.max(tl.abs(share), axis=0), mask=direction < RANK)
+
+
 @triton.jit(do_not_specialize=["tokens", "per_piece"])
 def range_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, largest, tokens, per_piece,
@@ -87,8 +120,7 @@ def encode_kernel(
     stream, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
     GROUPS: tl.constexpr = CHANNELS // GROUP
-    own = stream % per_tensor
-    token = block * TILE + tl.arange(0, TILE)
+    own, token = stream % per_tensor, block * TILE + tl.arange(0, TILE)
     group, lane = tl.arange(0, GROUPS_2), tl.arange(0, GROUP_2)
     channel = group[:, None] * GROUP + lane[None, :]
     known = (group[:, None] < GROUPS) & (lane[None, :] < GROUP)
@@ -108,47 +140,35 @@ def encode_kernel(
     super_scales = part_of(first_super, second_super, stream, per_tensor) + own + tl.arange(0, 1)
     tl.store(super_scales, super_scale, mask=(tl.arange(0, 1) + block) == 0)
     low, high = group_range(residual)
-    wide_scale = tl.broadcast_to(super_scale[:, None], (TILE, GROUPS_2))
-    bits = stored_scale(step_of_range(high - low), wide_scale)
-    step = step_of(bits, wide_scale)
+    super_scale = tl.broadcast_to(super_scale[:, None], (TILE, GROUPS_2))
+    bits = stored_scale(step_of_range(high - low), super_scale)
+    step = step_of(bits, super_scale)
     divisor = tl.where(step > 0, step, 1.0)
     zero = tl.clamp(rounded(tl.div_rn(-low, divisor)), 0.0, LEVELS * 1.0)
     code = tl.clamp(rounded(quotient(residual, divisor[:, :, None])) + zero[:, :, None], 0.0, LEVELS * 1.0)
     row = own * tokens + token
     cell = (token < tokens)[:, None] & (group[None, :] < GROUPS)
     scales = part_of(first_scales, second_scales, stream, per_tensor)
-    codes = part_of(first_codes, second_codes, stream, per_tensor)
-    zero_points = part_of(first_zeros, second_zeros, stream, per_tensor)
     tl.store(scales + row[:, None] * GROUPS + group[None, :], bits.to(tl.uint8), mask=cell)
-    quad = tl.arange(0, GROUP_2 // CODES_PER_BYTE)[None, None, :]
-    byte = packed_rows(code.to(tl.int32), TILE * GROUPS_2, GROUP_2 // CODES_PER_BYTE)
-    byte = tl.reshape(byte, (TILE, GROUPS_2, GROUP_2 // CODES_PER_BYTE))
-    place = row[:, None, None] * (CHANNELS // CODES_PER_BYTE) + group[None, :, None] * (GROUP // CODES_PER_BYTE) + quad
-    tl.store(codes + place, byte.to(tl.uint8), mask=cell[:, :, None] & (quad < GROUP // CODES_PER_BYTE))
+    codes = part_of(first_codes, second_codes, stream, per_tensor)
+    store_codes(codes, code, row, cell, group, CHANNELS, GROUP, GROUPS_2, GROUP_2, TILE)
+    zero_points = part_of(first_zeros, second_zeros, stream, per_tensor)
     if GROUPS == GROUPS_2:
-        BYTES: tl.constexpr = TILE * GROUPS_2 // CODES_PER_BYTE
-        zero_byte = tl.reshape(packed_rows(zero.to(tl.int32), BYTES, 1), (BYTES,))
-        position = block * BYTES + tl.arange(0, BYTES)
-        target = zero_points + own * zero_bytes + position
-        tl.store(target, zero_byte.to(tl.uint8), mask=position < zero_bytes)
+        store_zero_points(zero_points + own * zero_bytes, zero, block, zero_bytes, GROUPS_2, TILE)
     else:
         tl.store(zero_points + row[:, None] * GROUPS + group[None, :], zero.to(tl.uint8), mask=cell)
     if RANK > 0:
+        restored = (code - zero[:, :, None]) * step[:, :, None]
+        if CLUSTERED:
+            restored = centroid + restored
+        lost = tl.reshape(number - restored, (TILE, GROUPS_2 * GROUP_2))
+        flat, exists = tl.reshape(channel, (GROUPS_2 * GROUP_2,)), tl.reshape(known, (GROUPS_2 * GROUP_2,))
         if stream < projected_streams:
-            restored = (code - zero[:, :, None]) * step[:, :, None]
-            if CLUSTERED:
-                restored = centroid + restored
-            error = tl.reshape(number - restored, (TILE, GROUPS_2 * GROUP_2))
-            direction = tl.arange(0, RANK_2)
-            flat = tl.reshape(channel, (GROUPS_2 * GROUP_2,))[:, None]
-            exists = tl.reshape(known, (GROUPS_2 * GROUP_2,))[:, None] & (direction[None, :] < RANK)
-            source = projection + (stream * CHANNELS + flat) * RANK + direction[None, :]
-            share = tl.dot(error, tl.load(source, mask=exists, other=0.0), input_precision="tf32x3")
-            present = (token < tokens)[:, None] & (direction[None, :] < RANK)
-            tl.store(coefficients + row[:, None] * RANK + direction[None, :], share, mask=present)
-            peak = tl.max(tl.abs(share), axis=0)
-            summit = peaks + (stream * tl.num_programs(1) + block) * RANK + direction
-            tl.store(summit, peak, mask=direction < RANK)
+            summit = peaks + (stream * tl.num_programs(1) + block) * RANK
+            store_coefficients(
+                coefficients, summit, lost, projection + stream * CHANNELS * RANK, flat, exists, row, token < tokens,
+                RANK, RANK_2,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "start", "stop", "zero_bytes"])

@@ -21,8 +21,7 @@ def product(left, right, sums):
     """``sums + left @ right`` of BF16 operands, FP32 sums. The interpreter multiplies BF16 wrongly, FP32 rightly."""
     if INTERPRETED:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), sums)
-    else:
-        return tl.dot(left, right, sums)
+    return tl.dot(left, right, sums)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from quantwm_kernels.triton import packing, scales
 
 def encode_channels(values: Tensor, size: int) -> AffineCode:
     """Affine INT2 in groups of ``size`` consecutive tokens of a channel; ``[B, H, N, D]`` BF16."""
-    batch, heads, tokens, channels = values.shape
+    batch, heads, tokens, _ = values.shape
     # Zeros fill the last group up: they change no range that includes zero.
     grouped = pad(values.float(), (0, 0, 0, -tokens % size)).unflatten(2, (-1, size)).transpose(3, 4)
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)

@@ -20,21 +20,13 @@ def rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
     """Pointer to a stream's first token. Streams of the first tensor stand before those of the second."""
     own = stream % per_tensor
     offset = (own // heads).to(tl.int64) * batch_stride + (own % heads).to(tl.int64) * head_stride
-    if stream < per_tensor:
-        rows = first + offset
-    else:
-        rows = second + offset
-    return rows
+    return first + offset if stream < per_tensor else second + offset
 
 
 @triton.jit
 def part_of(first, second, stream, per_tensor):
     """Pointer to what a stream's tensor owns of a pair of results."""
-    if stream < per_tensor:
-        part = first
-    else:
-        part = second
-    return part
+    return first if stream < per_tensor else second
 
 
 Pair = tuple[Tensor, Tensor]

@@ -148,7 +148,7 @@ def laid_out(steps: Tensor, scales: Tensor, non_zero: Sequence[int]) -> PsacCode
         scales: BF16 ``[*streams, r]``.
         non_zero: How many steps of each stream are not zero.
     """
-    streams, tokens, rank = steps.shape
+    _, tokens, rank = steps.shape
     dense = core.dense_size(tokens, rank)
     sparse = [core.sparse_size(tokens, rank, count) < dense for count in non_zero]
     blocks = -(-tokens // core.TOKENS_PER_COUNT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import accumulate
 from typing import Any, cast
 
@@ -12,17 +12,14 @@ from torch import Tensor
 
 from quantwm_core import affine as core_affine
 from quantwm_core import codebook as core_codebook
-from quantwm_core.chunk import Kind
 from quantwm_core.errors import DeviceError, ParameterError
-from quantwm_core.method import Method
 from quantwm_core.methods.bf16 import BF16Method
 from quantwm_core.methods.kivi import Kivi
 from quantwm_core.methods.quantwm import WARM_ITERATIONS, QuantWM
 from quantwm_core.methods.qvg import QVG
 from quantwm_core.methods.rtn import RoundToNearest
-from quantwm_kernels.chunk import SealedTensor
 from quantwm_kernels.launch import on_device
-from quantwm_kernels.sealing import Draft, PendingTensors, Status
+from quantwm_kernels.sealing import Asked, Draft, PendingTensors, Status
 from quantwm_kernels.statistics import QueryMoment
 from quantwm_kernels.triton import affine, baselines, codebook, packing, psac, qsac, statistics, symmetric
 from quantwm_kernels.triton.affine import Projection, Residual
@@ -31,36 +28,7 @@ from quantwm_kernels.triton.layer import Layer
 Arrays = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Job:
-    """One tensor that is to be sealed.
-
-    Attributes:
-        method: How.
-        kind: ``"keys"`` or ``"values"``.
-        values: BF16, FP16 or FP32 ``[B, H, N, D]``.
-        label: For messages.
-        previous: The same tensor of the unit before.
-    """
-
-    method: Method
-    kind: Kind
-    values: Tensor
-    label: str
-    previous: SealedTensor | None = None
-
-    @property
-    def exact(self) -> Tensor:
-        """The tensor in BF16."""
-        return self.values.to(torch.bfloat16)
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """``(B, H, N, D)``."""
-        return cast("tuple[int, int, int, int]", tuple(self.values.shape))
-
-
-def seal(jobs: Sequence[Job], moment: QueryMoment | None = None) -> PendingTensors:
+def seal(jobs: Sequence[Asked], moment: QueryMoment | None = None) -> PendingTensors:
     """Launch all that seals one tensor, or the keys and the values of a unit.
 
     Raises:
@@ -83,13 +51,13 @@ def seal(jobs: Sequence[Job], moment: QueryMoment | None = None) -> PendingTenso
         return PendingTensors(drafts, status)
 
 
-def _alike(first: Job, second: Job) -> bool:
+def _alike(first: Asked, second: Asked) -> bool:
     """Whether two tensors can share launches."""
     same = first.method == second.method and first.shape == second.shape
     return same and (_warm(first) is None) == (_warm(second) is None)
 
 
-def _group(jobs: Sequence[Job], moment: QueryMoment | None, status: Tensor) -> Sequence[Arrays]:
+def _group(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) -> Sequence[Arrays]:
     """Arrays of tensors that are sealed alike, in order."""
     match jobs[0].method:
         case QuantWM():
@@ -110,14 +78,14 @@ def _group(jobs: Sequence[Job], moment: QueryMoment | None, status: Tensor) -> S
     )
 
 
-def _check_wide(job: Job, magnitude: Tensor) -> None:
+def _check_wide(job: Asked, magnitude: Tensor) -> None:
     """What was rounded to BF16 first is judged by what it was before."""
     if job.values.dtype is not torch.bfloat16:
         largest = job.values.abs().amax(dim=(-2, -1)).float().flatten()
         magnitude.copy_(largest.view(torch.int32) & torch.iinfo(torch.int32).max)
 
 
-def _warm(job: Job) -> Tensor | None:
+def _warm(job: Asked) -> Tensor | None:
     """Codebook of the unit before, if it may be used and fits."""
     method, previous = job.method, job.previous
     if not isinstance(method, QuantWM) or not method.warm_start or previous is None:
@@ -128,7 +96,7 @@ def _warm(job: Job) -> Tensor | None:
     return table if table is not None and tuple(table.shape) == (batch, heads, rows, channels) else None
 
 
-def _quantwm(jobs: Sequence[Job], moment: QueryMoment | None, status: Tensor) -> list[Arrays]:
+def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) -> list[Arrays]:
     method = cast("QuantWM", jobs[0].method)
     batch, heads, tokens, channels = jobs[0].shape
     group = core_affine.default_group_size(channels) if method.group_size is None else method.group_size
@@ -161,9 +129,7 @@ def _quantwm(jobs: Sequence[Job], moment: QueryMoment | None, status: Tensor) ->
     return arrays
 
 
-def _metric(
-    layer: Layer, method: QuantWM, moment: QueryMoment | None, status: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def _metric(layer: Layer, method: QuantWM, moment: QueryMoment | None, status: Tensor) -> tuple[Tensor, Tensor | None]:
     """Channel weights ``[S, D]`` of the residual ranges, and the metric of all streams; values have none."""
     weights = torch.ones((layer.streams, layer.channels), dtype=torch.float32, device=layer.first.device)
     if moment is None or method.metric == "uniform":
@@ -180,7 +146,11 @@ def _metric(
 
 
 def _clustered(
-    streams: tuple[int, int], codes: affine.Codes, index: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], count: int
+    streams: tuple[int, int],
+    codes: affine.Codes,
+    index: tuple[Tensor, Tensor],
+    stored: tuple[Tensor, Tensor],
+    count: int,
 ) -> list[Arrays]:
     """Arrays of each tensor, streams as batch and heads."""
     named = {**codes._asdict(), "index": index, "centroids": stored}
@@ -190,7 +160,7 @@ def _clustered(
     ]
 
 
-def _qvg(jobs: Sequence[Job], status: Tensor) -> list[Arrays]:
+def _qvg(jobs: Sequence[Asked], status: Tensor) -> list[Arrays]:
     method = cast("QVG", jobs[0].method)
     batch, heads, tokens, channels = jobs[0].shape
     group = core_affine.default_group_size(channels) if method.group_size is None else method.group_size
@@ -227,7 +197,7 @@ def _subtracted(layer: Layer, residual: Residual) -> Layer:
     return Layer.of(*parts[: layer.tensors])
 
 
-def _rtn(jobs: Sequence[Job], layer: Layer) -> list[Arrays]:
+def _rtn(jobs: Sequence[Asked], layer: Layer) -> list[Arrays]:
     method = cast("RoundToNearest", jobs[0].method)
     batch, heads, _, channels = jobs[0].shape
     size = method.group(channels)
@@ -241,7 +211,7 @@ def _rtn(jobs: Sequence[Job], layer: Layer) -> list[Arrays]:
     ]
 
 
-def _kivi(job: Job) -> Arrays:
+def _kivi(job: Asked) -> Arrays:
     method = cast("Kivi", job.method)
     rows = job.exact.transpose(-1, -2) if job.kind == "keys" else job.exact
     codes, scales, minima = baselines.encode_minmax(rows, method.group_size)

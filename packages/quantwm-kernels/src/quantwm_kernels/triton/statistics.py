@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantwm_core import statistics as core
 from quantwm_core.errors import ParameterError, ShapeError
 from quantwm_kernels.launch import LAUNCHES, on_device, processors
 from quantwm_kernels.statistics import QueryMoment, basis_shapes, moment_shape
@@ -118,7 +119,12 @@ def second_moment(queries: Tensor, kv_heads: int) -> QueryMoment:
 
 
 def merge(first: QueryMoment, second: QueryMoment, decay: float | None = None) -> QueryMoment:
-    """Moment of two sets of queries together; see :func:`quantwm_kernels.statistics.merge`."""
+    """Moment of two sets of queries together; see :func:`quantwm_kernels.statistics.merge`.
+
+    Raises:
+        ShapeError, ParameterError: The moments do not fit, or the decay is out of range.
+    """
+    core.check_decay(decay)
     if first.mean.shape != second.mean.shape:
         raise ShapeError(
             f"query moments: got shapes {tuple(first.mean.shape)} and {tuple(second.mean.shape)}, need equal ones"

@@ -7,15 +7,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from quantwm_core.affine import check_group_size
 from quantwm_core.packing import packed_size
 from quantwm_kernels.launch import LAUNCHES
-from quantwm_kernels.triton.affine import Residual, as_e4m3, group_sizes, packed_rows, quotient
+from quantwm_kernels.triton.affine import Residual, as_e4m3, group_sizes, quotient, store_codes
 from quantwm_kernels.triton.arithmetic import rounded
 from quantwm_kernels.triton.layer import Layer, Pair, part_of, rows_of
-from quantwm_kernels.triton.packing import CODES_PER_BYTE
 from quantwm_kernels.triton.scales import E4M3_MAX, e4m3_bits, e4m3_number
 
 
@@ -55,11 +53,7 @@ def encode_kernel(
     level = tl.clamp(rounded(quotient(residual, tl.where(step > 0, step, float("inf"))[:, :, None])), -1.0, 1.0)
     row = own * tokens + token
     tl.store(scales + row[:, None] * GROUPS + group[None, :], bits.to(tl.uint8), mask=cell)
-    quad = tl.arange(0, GROUP_2 // CODES_PER_BYTE)[None, None, :]
-    byte = packed_rows((level + 1).to(tl.int32), TILE * GROUPS_2, GROUP_2 // CODES_PER_BYTE)
-    byte = tl.reshape(byte, (TILE, GROUPS_2, GROUP_2 // CODES_PER_BYTE))
-    place = row[:, None, None] * (CHANNELS // CODES_PER_BYTE) + group[None, :, None] * (GROUP // CODES_PER_BYTE) + quad
-    tl.store(codes + place, byte.to(tl.uint8), mask=cell[:, :, None] & (quad < GROUP // CODES_PER_BYTE))
+    store_codes(codes, level + 1, row, cell, group, CHANNELS, GROUP, GROUPS_2, GROUP_2, TILE)
 
 
 def encode_layer(layer: Layer, group_size: int, residual: Residual) -> SymmetricCode:
