@@ -53,6 +53,6 @@ def scaled(number, exponent):
 def binary_exponent(bits):
     """The integer ``e`` with ``m <= 2**e < 2 m`` or so, as :func:`numpy.frexp` has it, of magnitude bits ``m``."""
     number = bits.to(tl.float32, bitcast=True)
-    lifted = tl.where(number < SMALL, number * LARGE, number)
+    lifted = tl.where(number < SMALL, tl.minimum(number, SMALL) * LARGE, number)
     exponent = (lifted.to(tl.int32, bitcast=True) >> 23) - tl.where(number < SMALL, 226, 126)
     return tl.where(bits == 0, 0, tl.minimum(exponent, LARGEST_EXPONENT))
