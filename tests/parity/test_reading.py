@@ -174,12 +174,14 @@ def test_sparse_values_are_found_from_any_token(device: torch.device, rank: int,
 @pytest.mark.parametrize("channels", [6, 20, 36])
 def test_channels_that_no_vector_divides(device: torch.device, channels: int) -> None:
     unit = strategies.unit(("normal", "channels"), 3, 21, channels)
-    for name, parameters in (
+    forms: list[tuple[str, dict[str, Any]]] = [
         ("bf16", {}),
         ("kivi", {"group_size": 5}),
         ("rtn", {"granularity": "channel", "group_size": 8}),
-        *((("quantwm", {"rank": 3, "iterations": 1}), ("qvg", {})) if channels % 4 == 0 else ()),
-    ):
+    ]
+    if channels % 4 == 0:
+        forms += [("quantwm", {"rank": 3, "iterations": 1}), ("qvg", {})]
+    for name, parameters in forms:
         keys, values = (seal(name, kind, unit, queries=1, **parameters) for kind in KINDS)
         launch(device, [Read(keys, 2, 20, 1)], [Read(values, 0, 21)])
 
@@ -218,6 +220,12 @@ def test_nothing_to_read_is_no_launch(device: torch.device) -> None:
     part = Read(seal("rtn", "keys", strategies.unit(("normal",), 5, 20, 32)), 4, 4).part(device, [])
     assert reading.batches([part], [part], device) == ()
     assert reading.batches([], [], device) == ()
+
+
+def test_arrays_elsewhere_are_refused(device: torch.device) -> None:
+    part = Read(seal("rtn", "keys", strategies.unit(("normal",), 5, 20, 32)), 0, 4).part(device, [])
+    with pytest.raises(DeviceError, match="meta"):
+        reading.batches([part], [part], torch.device("meta"))
 
 
 def test_an_index_beyond_the_codebook_reads_no_foreign_memory(device: torch.device) -> None:

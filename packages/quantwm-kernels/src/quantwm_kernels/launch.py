@@ -1,6 +1,6 @@
 """How the Triton kernels are launched: sizes and warps as data, one decision about rounding, and what must hold first.
 
-A kernel finds its entry of :data:`LAUNCHES` under its own name. Whatever differs between devices is a line of data
+A launcher finds its entry of :data:`LAUNCHES` under the name of what it does. Whatever differs between devices is a line of data
 here, so a benchmark can try other sizes and a test can fix one, without touching a kernel.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -65,7 +65,7 @@ LAUNCHES: Mapping[str, Launch] = {
     "unpack_codes": Launch(blocks={"BLOCK": 1024}),
     "encode_scales": Launch(blocks={"BLOCK": 1024}),
     "decode_scales": Launch(blocks={"BLOCK": 1024}),
-    "read_kernel": Launch(warps=4, blocks={"BLOCK_TOKENS": 32}, programs=32, most_tiles=16),
+    "read": Launch(warps=1, blocks={"BLOCK_TOKENS": 16}, programs=16, most_tiles=16),
     "magnitude": Launch(blocks={"TILE": 64}, programs=8),
     "frame": Launch(blocks={"ROWS": 32}),
     "prepare_centroids": Launch(blocks={"ROWS": 16}),
@@ -150,3 +150,23 @@ def on_device(tensor: Tensor, name: str = "tensor") -> AbstractContextManager[ob
         f"{name}: the tensor lives on {tensor.device} and this kernel runs on CUDA devices; move it with tensor.cuda(), "
         "or set TRITON_INTERPRET=1 before Python starts to run kernels on CPU tensors"
     )
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """FP32 matrix products in FP32, whatever the host has allowed for its own; the setting comes back afterwards.
+
+    >>> torch.set_float32_matmul_precision("high")
+    >>> with full_precision():
+    ...     torch.get_float32_matmul_precision()
+    'highest'
+    >>> torch.get_float32_matmul_precision()
+    'high'
+    >>> torch.set_float32_matmul_precision("highest")
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

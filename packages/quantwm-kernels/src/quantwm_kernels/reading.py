@@ -7,22 +7,24 @@ denoising step, so it makes a :class:`ReadPlan` when a chunk was sealed or evict
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from jaxtyping import BFloat16
 from torch import Tensor
 
-from quantwm_core.errors import DtypeError, RangeError, ShapeError, StateError
+from quantwm_core.errors import DeviceError, DtypeError, RangeError, ShapeError, StateError
 from quantwm_kernels.bridge import check_detached
-from quantwm_kernels.chunk import SealedChunk, SealedTensor
-from quantwm_kernels.launch import LAUNCHES, Launch, check_available
+from quantwm_kernels.chunk import KINDS, SealedChunk, SealedTensor
+from quantwm_kernels.launch import LAUNCHES, Launch, check_available, processors
 from quantwm_kernels.recipe import Field, Form, Recipe, Row
 
 _BY_CHANNEL_GROUPS = (Form.AFFINE, Form.SYMMETRIC)
 _TABLES = 1024
+# A graph replays with the tables it captured, and nobody else would keep those.
+_captured: list[tuple[Batch, ...]] = []
 
 
 class Piece(NamedTuple):
@@ -56,6 +58,7 @@ class Batch:
         eight: Whether eight channels at a time can be decoded.
         aligned: Whether the arrays are.
         launch: Sizes and warps.
+        prepared: Compile-time arguments by what alignment allows, filled by the launcher.
     """
 
     keys: Recipe
@@ -69,6 +72,7 @@ class Batch:
     eight: bool
     aligned: bool
     launch: Launch
+    prepared: dict[tuple[int, bool], dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
 
 
 class ReadPlan:
@@ -82,6 +86,7 @@ class ReadPlan:
 
     Raises:
         RangeError: A range does not lie inside its unit, or a place is negative.
+        ShapeError: The units differ in batch, heads or head dimension.
 
     >>> from quantwm_core.method import scheme
     >>> from quantwm_kernels.methods import seal_chunk
@@ -102,6 +107,9 @@ class ReadPlan:
                     f"{piece.place}: need 0 <= start <= stop <= {piece.chunk.tokens} and a place of at least 0"
                 )
         self.tokens = max((piece.place + piece.stop - piece.start for piece in self.pieces), default=0)
+        self._sizes = {
+            kind: _common_sizes(kind, [getattr(piece.chunk, kind) for piece in self.pieces]) for kind in KINDS
+        }
         self._launch = launch
         self._batches: tuple[Batch, ...] | None = None
 
@@ -120,15 +128,17 @@ class ReadPlan:
             StateError: It requires grad, or a CUDA graph is captured and the plan was never read before.
             DeviceError: No implementation serves the device or the method.
         """
-        for kind, out in (("keys", keys), ("values", values)):
-            check_workspace(kind, out, [getattr(piece.chunk, kind).shape for piece in self.pieces], self.tokens)
+        check_workspace("keys", keys, self._sizes["keys"], self.tokens)
+        check_workspace("values", values, self._sizes["values"], self.tokens)
+        if keys.device != values.device:
+            raise DeviceError(f"workspaces of keys on {keys.device}, of values on {values.device}; need one device")
         if not keys.is_cuda:
             self._into_on_cpu(keys, values)
             return
         if self._batches is None:
             parts = [
                 [Part(getattr(piece.chunk, kind).row, piece.start, piece.stop, piece.place) for piece in self.pieces]
-                for kind in ("keys", "values")
+                for kind in KINDS
             ]
             self._batches = batches(parts[0], parts[1], keys.device, self._launch)
         run(self._batches, keys, values)
@@ -142,8 +152,8 @@ class ReadPlan:
             decode_into(chunk.values, values[:, :, where], start, stop)
 
 
-def check_workspace(kind: str, out: Tensor, shapes: Sequence[tuple[int, int, int, int]], tokens: int) -> None:
-    """Refuse a workspace that cannot take the tokens of units of these shapes.
+def check_workspace(kind: str, out: Tensor, sizes: tuple[int, int, int] | None, tokens: int) -> None:
+    """Refuse a workspace that cannot take so many tokens of units of ``(B, H, D)``; None is no unit at all.
 
     Raises:
         ShapeError, DtypeError, StateError: It does not fit, is not BF16, or requires grad.
@@ -151,14 +161,18 @@ def check_workspace(kind: str, out: Tensor, shapes: Sequence[tuple[int, int, int
     check_detached(out, f"workspace of {kind}")
     if out.dtype is not torch.bfloat16:
         raise DtypeError(f"workspace of {kind}: got {out.dtype}, need torch.bfloat16")
-    for batch, heads, _, channels in shapes:
-        if (
-            out.ndim != 4
-            or out.shape[2] < tokens
-            or (out.shape[0], out.shape[1], out.shape[3]) != (batch, heads, channels)
-        ):
-            need = (batch, heads, tokens, channels)
-            raise ShapeError(f"workspace of {kind}: got shape {tuple(out.shape)}, need {need} or more tokens")
+    shape = out.shape
+    if sizes is not None and (len(shape) != 4 or shape[2] < tokens or (shape[0], shape[1], shape[3]) != sizes):
+        need = (*sizes[:2], tokens, sizes[2])
+        raise ShapeError(f"workspace of {kind}: got shape {tuple(shape)}, need {need} or more tokens")
+
+
+def _common_sizes(kind: str, tensors: Sequence[SealedTensor]) -> tuple[int, int, int] | None:
+    """``(B, H, D)`` that all tensors have."""
+    found = {(*tensor.shape[:2], tensor.shape[3]) for tensor in tensors}
+    if len(found) > 1:
+        raise ShapeError(f"{kind} of (B, H, D) {sorted(found)} do not fit into one workspace; read them apart")
+    return found.pop() if found else None
 
 
 def run(planned: Sequence[Batch], keys: Tensor, values: Tensor) -> None:
@@ -182,7 +196,10 @@ def read_single(sealed: SealedTensor, out: Tensor, start: int, stop: int) -> Non
         QuantWMError: As :meth:`ReadPlan.into`.
     """
     if stop > start:
-        run(_single(sealed.row, start, stop, out.device), out, out)
+        planned = _single(sealed.row, start, stop, out.device)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            _captured.append(planned)
+        run(planned, out, out)
 
 
 @lru_cache(maxsize=_TABLES)
@@ -203,12 +220,16 @@ def batches(
 
     Raises:
         StateError: A CUDA graph is being captured: the table cannot be copied then.
-        DeviceError: There is no Triton.
+        DeviceError: There is no Triton, or the arrays live elsewhere.
     """
     check_available("workspace")
+    if strangers := {str(part.row.device) for part in (*keys, *values)} - {str(device)}:
+        raise DeviceError(
+            f"the workspace lives on {device}, sealed arrays on {sorted(strangers)}; move one to the other"
+        )
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise StateError("a CUDA graph is being captured and this read has no table yet; read once before the capture")
-    chosen = LAUNCHES["read_kernel"] if launch is None else launch
+    chosen = LAUNCHES["read"] if launch is None else launch
     key_recipes = _merged([part.row.recipe for part in keys])
     value_recipes = _merged([part.row.recipe for part in values]) or key_recipes
     groups: dict[tuple[Recipe, Recipe], list[int]] = {}
@@ -279,10 +300,5 @@ def _span(parts: Sequence[Part], streams: int, device: torch.device, launch: Lau
     """Tokens of a program: many spare it the set-up, few keep every processor busy."""
     block = launch.blocks["BLOCK_TOKENS"]
     tiles = streams * sum(-(-(part.stop - part.start) // block) for part in parts)
-    wanted = launch.programs * _processors(device)
+    wanted = launch.programs * processors(device)
     return block * max(1, min(launch.most_tiles, tiles // wanted))
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,7 +1,8 @@
 """Reading residual codes and centroids on a GPU: device functions, a tile of tokens x words x lanes at a time.
 
-A *word* is what one thread decodes at once: ``LANES`` consecutive channels, 4 (one byte of codes) or 8 (two bytes).
-Pointers lead to the begin of one stream; formulas stand in :mod:`quantwm_core.clustered`.
+A *word* is what one thread decodes at once: ``LANES`` consecutive channels, 4 (one byte of codes) or 8 (two bytes);
+``word`` holds the numbers of a tile's words. Pointers lead to the begin of one stream; formulas stand in
+:mod:`quantwm_core.clustered`.
 """
 
 from __future__ import annotations
@@ -67,14 +68,12 @@ def codes_at(row, stream, tokens, CHANNELS: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def four_plus_codes(
-    codes, four, first, local, inside, CHANNELS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr
-):
+def four_plus_codes(codes, four, first, local, word, inside, CHANNELS: tl.constexpr, LANES: tl.constexpr):
     """FP32 ``4 + code`` ``[tokens, words, lanes]``."""
     width: tl.constexpr = (CHANNELS + LANES - 1) // LANES
-    offset = local[:, None, None] * width + tl.arange(0, WORDS)[None, :, None]
-    words = tl.load(codes + first * width + offset, mask=inside).to(tl.int32)
-    return four_plus(words, tl.arange(0, LANES)[None, None, :], four)
+    offset = local[:, None, None] * width + word[None, :, None]
+    packed = tl.load(codes + first * width + offset, mask=inside).to(tl.int32)
+    return four_plus(packed, tl.arange(0, LANES)[None, None, :], four)
 
 
 @triton.jit
@@ -96,40 +95,38 @@ def four_plus_zero_points(zero_points, four, begin, offset, inside):
     """FP32 ``4 + z`` of the zero-points at positions ``begin + offset``."""
     position = (begin % CODES_PER_BYTE).to(tl.int32) + offset
     byte = tl.load(zero_points + begin // CODES_PER_BYTE + position // CODES_PER_BYTE, mask=inside)
-    return four_plus(byte.to(tl.int32), position % CODES_PER_BYTE, four)
+    return four_plus(byte.to(tl.int32), (position % CODES_PER_BYTE).to(tl.int32), four)
 
 
 @triton.jit
-def residual(
-    codes, scales, zero_points, super_scale, four, first, local, inside,
-    CHANNELS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
+def group_steps(
+    scales, zero_points, super_scale, four, first, local, group, inside, GROUPS: tl.constexpr, SYMMETRIC: tl.constexpr
 ):  # fmt: skip
-    """FP32 residual ``[tokens, words, lanes]`` of groups of channels: ``(code - z) * s'``."""
-    groups: tl.constexpr = CHANNELS // GROUP
-    offset = local[:, None, None] * groups + (tl.arange(0, WORDS) * LANES // GROUP)[None, :, None]
-    begin = first * groups
+    """FP32 ``s'`` and ``4 + z`` of groups of channels, for ``local`` tokens and ``group`` as they broadcast."""
+    begin = first * GROUPS
+    offset = local[:, None, None] * GROUPS + group
     scale = tl.load(scales + begin + offset, mask=inside)
     if SYMMETRIC:
         step = e4m3_number(scale)
-        zero = 5.0
+        zero = 5.0  # the stored code is level + 1
     else:
         step = step_of(scale, super_scale)
         zero = four_plus_zero_points(zero_points, four, begin, offset, inside)
-    return (four_plus_codes(codes, four, first, local, inside, CHANNELS, LANES, WORDS) - zero) * step
+    return step, zero
 
 
 @triton.jit
 def channel_residual(
-    codes, scales, zero_points, super_scale, four, first, local, inside,
-    CHANNELS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
+    codes, scales, zero_points, super_scale, four, first, local, word, inside,
+    CHANNELS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The same where ``GROUP`` consecutive tokens of a channel share a scale."""
-    channel = tl.arange(0, WORDS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    """FP32 ``(code - z) * s'`` where ``GROUP`` consecutive tokens of a channel share a scale."""
+    channel = word[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
     exists = inside & (channel < CHANNELS)
     offset = ((first + local) // GROUP)[:, None, None] * CHANNELS + channel
     step = step_of(tl.load(scales + offset, mask=exists), super_scale)
     zero = four_plus_zero_points(zero_points, four, tl.zeros((), tl.int64), offset, exists)
-    return (four_plus_codes(codes, four, first, local, inside, CHANNELS, LANES, WORDS) - zero) * step
+    return (four_plus_codes(codes, four, first, local, word, inside, CHANNELS, LANES) - zero) * step
 
 
 @triton.jit
@@ -142,18 +139,23 @@ def stage_at(row, stream, tokens, STAGE: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
+def centroid_rows(index, last_row, first, local, exists):
+    """int32 row of each token's centroid; an index beyond the table gives its last row."""
+    return tl.minimum(tl.load(index + first + local, mask=exists).to(tl.int32), last_row)[:, None, None]
+
+
+@triton.jit
 def centroid(
-    index, table, last_row, first, local, exists, inside,
-    CHANNELS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    table, chosen, word, inside,
+    CHANNELS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """FP32 centroids ``[tokens, words, lanes]``; an index beyond the table gives its last row."""
-    chosen = tl.minimum(tl.load(index + first + local, mask=exists).to(tl.int32), last_row)[:, None, None]
-    word = tl.arange(0, WORDS)[None, :, None]
+    """FP32 centroids ``[tokens, words, lanes]`` of the rows ``chosen``."""
     if ALIGNED:
         pairs: tl.constexpr = LANES // 2
         both = table.to(tl.pointer_type(tl.int32))
-        both += chosen * (CHANNELS // 2) + (word * pairs + tl.arange(0, pairs)[None, None, :])
-        number = halves(tl.load(tl.multiple_of(both, (1, 1, 2 * LANES)), mask=inside), BLOCK_TOKENS, WORDS, LANES)
+        both += chosen * (CHANNELS // 2) + (word[None, :, None] * pairs + tl.arange(0, pairs)[None, None, :])
+        number = halves(tl.load(tl.multiple_of(both, (1, 1, 2 * LANES)), mask=inside), TOKENS, WORDS, LANES)
     else:
-        number = wide(tl.load(table + chosen * CHANNELS + (word * LANES + tl.arange(0, LANES)), mask=inside))
+        lane = word[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
+        number = wide(tl.load(table + (chosen * CHANNELS + lane), mask=inside))
     return number

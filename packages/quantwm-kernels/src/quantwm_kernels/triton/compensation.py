@@ -1,5 +1,8 @@
 """Reading PSAC on a GPU: ``A^ U^T`` of a tile of tokens, by matrix units. Layouts are drawn in :mod:`quantwm_core.psac`.
 
+Columns of the product stand in the order in which a thread of a matrix unit holds them, so that each thread ends up with
+whole words of channels and nothing is exchanged: see :func:`channel_of`.
+
 The scale of a direction is folded into the basis: ``a_i U_ji`` has 16 bits of mantissa, which two BF16 numbers hold
 exactly, and an INT8 step is exact in BF16. So ``steps [steps] @ [high; low]`` is the FP32 product, summed in FP32.
 """
@@ -30,15 +33,41 @@ FLAGS: tl.constexpr = tl.constexpr(64)
 # Directions of a matrix operand; more than MOST are taken in parts of as many, and no operand is kept.
 FEW: tl.constexpr = tl.constexpr(8)
 MOST: tl.constexpr = tl.constexpr(16)
+WORDS_PER_PART: tl.constexpr = tl.constexpr(4)
+
+
+@triton.jit
+def channel_of(column, LANES: tl.constexpr):
+    """Channel of a column of the product.
+
+    Thread ``q`` of four holds columns ``2q`` and ``2q + 1`` of every eight. A part of the tile is four words, one for each
+    of these threads: column ``8j + 2q + e`` of a part is lane ``2j + e`` of word ``q``.
+    """
+    part, inside = column // (WORDS_PER_PART * LANES), column % (WORDS_PER_PART * LANES)
+    word, lane = inside % 8 // 2, inside // 8 * 2 + inside % 2
+    return (part * WORDS_PER_PART + word) * LANES + lane
+
+
+@triton.jit
+def part_of(product, PART: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr):
+    """``[tokens, 4, lanes]`` of the product's columns that belong to a part."""
+    ordered = tl.permute(tl.reshape(product, (TOKENS, PARTS, LANES // 2, WORDS_PER_PART, 2)), (0, 3, 2, 4, 1))
+    rest = ordered
+    for bit in tl.static_range(5):
+        if PARTS >> bit > 1:
+            even, odd = tl.split(tl.reshape(rest, (TOKENS, WORDS_PER_PART, LANES, PARTS >> (bit + 1), 2)))
+            rest = odd if (PART >> bit) & 1 else even
+    return tl.reshape(rest, (TOKENS, WORDS_PER_PART, LANES))
 
 
 @triton.jit
 def directions(
-    row, stream, begin, present, CHANNELS: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr
+    row, stream, begin, present,
+    CHANNELS: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Matrix operand ``[2 * PADDED, WIDE]``: high and low parts of ``a_i U_ji`` for directions from ``begin``."""
     direction = begin + tl.arange(0, 2 * PADDED) % PADDED
-    channel = tl.arange(0, WIDE)
+    channel = channel_of(tl.arange(0, WIDE), LANES)
     known = present & (direction < RANK)
     basis = halves_at(tl.load(row + BASIS), stream * CHANNELS * RANK)
     exists = known[:, None] & (channel < CHANNELS)[None, :]
@@ -51,10 +80,12 @@ def directions(
 
 
 @triton.jit
-def kept_directions(row, stream, present, CHANNELS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr):
+def kept_directions(
+    row, stream, present, CHANNELS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr
+):
     """The operand that serves all tokens of a stream, where the directions are few enough to keep it."""
     PADDED: tl.constexpr = FEW if RANK <= FEW else MOST
-    return directions(row, stream, 0, present, CHANNELS, RANK, PADDED, WIDE)
+    return directions(row, stream, 0, present, CHANNELS, RANK, PADDED, WIDE, LANES)
 
 
 @triton.jit
@@ -152,9 +183,10 @@ def steps_operand(
 @triton.jit
 def correction(
     row, stream, kept, dense, bitmap, counts, values, size, flag, first, local, exists,
-    CHANNELS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, SPARSE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, SPARSE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """FP32 ``[tokens, WIDE]`` that PSAC adds."""
+    """FP32 ``[tokens, WIDE]`` that PSAC adds, columns as :func:`channel_of` says."""
     PADDED: tl.constexpr = FEW if RANK <= FEW else MOST
     if RANK <= MOST:
         steps = steps_operand(
@@ -182,6 +214,6 @@ def correction(
                 dense, bitmap, counts, values, size, flag, first, local, exists, begin,
                 RANK, PADDED, WIDE, SPARSE, BLOCK_TOKENS,
             )  # fmt: skip
-            part = directions(row, stream, begin, True, CHANNELS, RANK, PADDED, WIDE)
+            part = directions(row, stream, begin, True, CHANNELS, RANK, PADDED, WIDE, LANES)
             total = tl.dot(steps, part, total, input_precision="ieee")
     return total

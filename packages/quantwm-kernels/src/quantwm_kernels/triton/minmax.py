@@ -20,11 +20,11 @@ def minima_at(row, stream, tokens, CHANNELS: tl.constexpr, GROUP: tl.constexpr, 
 
 @triton.jit
 def minmax(
-    codes, scales, minima, four, first, local, inside, tokens,
-    CHANNELS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
+    codes, scales, minima, four, first, local, word, inside, tokens,
+    CHANNELS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """FP32 ``minimum + code * s'`` ``[tokens, words, lanes]``; a group is ``GROUP`` tokens of a channel, or channels."""
-    channel = tl.arange(0, WORDS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    channel = word[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
     exists = inside & (channel < CHANNELS)
     token = (first + local)[:, None, None]
     if BY_CHANNEL:
@@ -33,5 +33,4 @@ def minmax(
         offset = token * ((CHANNELS + GROUP - 1) // GROUP) + channel // GROUP
     step = wide(tl.load(scales + offset, mask=exists))
     low = wide(tl.load(minima + offset, mask=exists))
-    code = four_plus_codes(codes, four, first, local, inside, CHANNELS, LANES, WORDS) - 4.0
-    return low + code * step
+    return low + (four_plus_codes(codes, four, first, local, word, inside, CHANNELS, LANES) - 4.0) * step

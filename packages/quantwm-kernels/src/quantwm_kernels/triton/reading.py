@@ -18,14 +18,23 @@ from quantwm_kernels.triton.clustered import (
     CODES,
     FOUR_BITS,
     centroid,
+    centroid_rows,
     channel_residual,
     codes_at,
+    four_plus_codes,
+    group_steps,
     halves_at,
-    residual,
     scales_at,
     stage_at,
 )
-from quantwm_kernels.triton.compensation import correction, kept_directions, place_of, steps_at
+from quantwm_kernels.triton.compensation import (
+    WORDS_PER_PART,
+    correction,
+    kept_directions,
+    part_of,
+    place_of,
+    steps_at,
+)
 from quantwm_kernels.triton.domain import to_bf16
 from quantwm_kernels.triton.minmax import minima_at, minmax
 
@@ -33,6 +42,7 @@ TOKENS: tl.constexpr = tl.constexpr(int(Field.TOKENS))
 STOP: tl.constexpr = tl.constexpr(int(Field.STOP))
 SHIFT: tl.constexpr = tl.constexpr(int(Field.SHIFT))
 EXACT: tl.constexpr = tl.constexpr(int(Form.EXACT))
+AFFINE: tl.constexpr = tl.constexpr(int(Form.AFFINE))
 SYMMETRIC: tl.constexpr = tl.constexpr(int(Form.SYMMETRIC))
 CHANNEL_AFFINE: tl.constexpr = tl.constexpr(int(Form.CHANNEL_AFFINE))
 CHANNEL_MINMAX: tl.constexpr = tl.constexpr(int(Form.CHANNEL_MINMAX))
@@ -41,11 +51,9 @@ FEWEST_COLUMNS = 16
 
 
 @triton.jit
-def exact(
-    values, first, local, inside, CHANNELS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
+def exact(values, first, local, word, inside, CHANNELS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr):
     """BF16 ``[tokens, words, lanes]`` as stored."""
-    channel = tl.arange(0, WORDS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    channel = word[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
     addresses = values + first * CHANNELS + (local[:, None, None] * CHANNELS + channel)
     if ALIGNED:
         addresses = tl.multiple_of(addresses, (1, 1, 2 * LANES))
@@ -56,11 +64,10 @@ def exact(
 
 @triton.jit
 def write(
-    out, number, local, inside, stride,
-    CHANNELS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, ALIGNED: tl.constexpr,
+    out, number, local, word, inside, stride, CHANNELS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
     """Store BF16 ``[tokens, words, lanes]``."""
-    channel = tl.arange(0, WORDS)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    channel = word[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
     addresses = out + (local[:, None, None] * stride + channel)
     if ALIGNED:
         addresses = tl.multiple_of(addresses, (1, 1, 2 * LANES))
@@ -70,55 +77,52 @@ def write(
 
 
 @triton.jit
-def read_exact(
-    row, begin, stop, tokens, stream, out, stride,
-    CHANNELS: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Copy tokens."""
-    values = halves_at(tl.load(row + CODES), stream * tokens * CHANNELS)
-    local = tl.arange(0, BLOCK_TOKENS)
-    word_exists = (tl.arange(0, WORDS) < (CHANNELS + LANES - 1) // LANES)[None, :, None]
-    for first in range(begin, stop, BLOCK_TOKENS):
-        inside = (local < stop - first)[:, None, None] & word_exists
-        number = exact(values, first, local, inside, CHANNELS, LANES, WORDS, ALIGNED)
-        write(out + first * stride, number, local, inside, stride, CHANNELS, LANES, WORDS, ALIGNED)
-
-
-@triton.jit
-def read_channel_groups(
+def read_simple(
     row, begin, stop, tokens, stream, out, stride, four, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
     WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Reconstruct tokens whose scales are found channel by channel."""
-    codes = codes_at(row, stream, tokens, CHANNELS, LANES)
-    if FORM == CHANNEL_AFFINE:
+    """Reconstruct tokens that are stored exactly, or whose scales are found channel by channel."""
+    by_channel: tl.constexpr = FORM == CHANNEL_MINMAX
+    if FORM == EXACT:
+        values = halves_at(tl.load(row + CODES), stream * tokens * CHANNELS)
+    elif FORM == CHANNEL_AFFINE:
+        codes = codes_at(row, stream, tokens, CHANNELS, LANES)
         scales, zero_points, super_scale = scales_at(row, stream, tokens, CHANNELS, GROUP, True, False)
     else:
-        scales, minima = minima_at(row, stream, tokens, CHANNELS, GROUP, FORM == CHANNEL_MINMAX)
-    local = tl.arange(0, BLOCK_TOKENS)
-    word_exists = (tl.arange(0, WORDS) < (CHANNELS + LANES - 1) // LANES)[None, :, None]
+        codes = codes_at(row, stream, tokens, CHANNELS, LANES)
+        scales, minima = minima_at(row, stream, tokens, CHANNELS, GROUP, by_channel)
+    local, word = tl.arange(0, BLOCK_TOKENS), tl.arange(0, WORDS)
     for first in range(begin, stop, BLOCK_TOKENS):
-        inside = (local < stop - first)[:, None, None] & word_exists
-        if FORM == CHANNEL_AFFINE:
-            total = channel_residual(
-                codes, scales, zero_points, super_scale, four, first, local, inside, CHANNELS, GROUP, LANES, WORDS
+        inside = (local < stop - first)[:, None, None] & (word < (CHANNELS + LANES - 1) // LANES)[None, :, None]
+        if FORM == EXACT:
+            number = exact(values, first, local, word, inside, CHANNELS, LANES, ALIGNED)
+        elif FORM == CHANNEL_AFFINE:
+            number = channel_residual(
+                codes, scales, zero_points, super_scale, four, first, local, word, inside, CHANNELS, GROUP, LANES
             )
         else:
-            by_channel: tl.constexpr = FORM == CHANNEL_MINMAX
-            total = minmax(
-                codes, scales, minima, four, first, local, inside, tokens, CHANNELS, GROUP, by_channel, LANES, WORDS
+            number = minmax(
+                codes, scales, minima, four, first, local, word, inside, tokens, CHANNELS, GROUP, by_channel, LANES
             )
-        write(out + first * stride, to_bf16(total), local, inside, stride, CHANNELS, LANES, WORDS, ALIGNED)
+        if FORM != EXACT:
+            number = to_bf16(number)
+        write(out + first * stride, number, local, word, inside, stride, CHANNELS, LANES, ALIGNED)
 
 
 @triton.jit
-def read_clustered(
+def read_clustered(  # noqa: C901 - most branches are decided at compile time
     row, begin, stop, tokens, stream, out, stride, four, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
     STAGES: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Reconstruct tokens from residuals, centroids and coefficients, summed in the order of the reference."""
+    """Reconstruct tokens from residuals, centroids and coefficients, summed in the order of the reference.
+
+    Channels are taken in parts of four words, as the product with the basis has them.
+    """
     symmetric: tl.constexpr = FORM == SYMMETRIC
+    parts: tl.constexpr = WORDS // WORDS_PER_PART
+    width: tl.constexpr = WORDS_PER_PART * LANES
+    groups: tl.constexpr = CHANNELS // GROUP
     codes = codes_at(row, stream, tokens, CHANNELS, LANES)
     scales, zero_points, super_scale = scales_at(row, stream, tokens, CHANNELS, GROUP, False, symmetric)
     if STAGES:
@@ -126,41 +130,51 @@ def read_clustered(
     if RANK:
         flag, place, compensated = place_of(row, stream, SPARSE)
         dense, bitmap, counts, values, size = steps_at(row, place, tokens, RANK, SPARSE)
-        kept = kept_directions(row, stream, compensated, CHANNELS, RANK, WORDS * LANES)
-    local = tl.arange(0, BLOCK_TOKENS)
-    word_exists = (tl.arange(0, WORDS) < CHANNELS // LANES)[None, :, None]
+        kept = kept_directions(row, stream, compensated, CHANNELS, RANK, WORDS * LANES, LANES)
+    local, word_of_part = tl.arange(0, BLOCK_TOKENS), tl.arange(0, WORDS_PER_PART)
     for first in range(begin, stop, BLOCK_TOKENS):
         exists = local < stop - first
-        inside = exists[:, None, None] & word_exists
-        total = residual(
-            codes,
-            scales,
-            zero_points,
-            super_scale,
-            four,
-            first,
-            local,
-            inside,
-            CHANNELS,
-            GROUP,
-            symmetric,
-            LANES,
-            WORDS,
-        )
-        for later in tl.static_range(STAGES - 1):
-            i, t, n = stage_at(row, stream, tokens, STAGES - 1 - later, CHANNELS)
-            total += centroid(i, t, n, first, local, exists, inside, CHANNELS, LANES, WORDS, ALIGNED, BLOCK_TOKENS)
         if STAGES:
-            total += centroid(
-                index, table, last_row, first, local, exists, inside, CHANNELS, LANES, WORDS, ALIGNED, BLOCK_TOKENS
-            )
-        if RANK and compensated:
-            extra = correction(
-                row, stream, kept, dense, bitmap, counts, values, size, flag, first, local, exists,
-                CHANNELS, RANK, WORDS * LANES, SPARSE, BLOCK_TOKENS,
-            )  # fmt: skip
-            total += tl.reshape(extra, (BLOCK_TOKENS, WORDS, LANES))
-        write(out + first * stride, to_bf16(total), local, inside, stride, CHANNELS, LANES, WORDS, ALIGNED)
+            chosen = centroid_rows(index, last_row, first, local, exists)
+        if RANK:
+            product = tl.full((BLOCK_TOKENS, WORDS * LANES), -0.0, tl.float32)  # adding this changes no bit
+            if compensated:
+                product = correction(
+                    row, stream, kept, dense, bitmap, counts, values, size, flag, first, local, exists,
+                    CHANNELS, RANK, WORDS * LANES, LANES, SPARSE, BLOCK_TOKENS,
+                )  # fmt: skip
+        for part in tl.static_range((CHANNELS + width - 1) // width):
+            word = word_of_part + part * WORDS_PER_PART
+            inside = exists[:, None, None] & (word < CHANNELS // LANES)[None, :, None]
+            if width * (GROUP // width) != GROUP:
+                group = (word * LANES // GROUP)[None, :, None]
+                step, zero = group_steps(
+                    scales, zero_points, super_scale, four, first, local, group, inside, groups, symmetric
+                )
+            elif width * part % GROUP == 0:
+                group = width * part // GROUP
+                step, zero = group_steps(
+                    scales,
+                    zero_points,
+                    super_scale,
+                    four,
+                    first,
+                    local,
+                    group,
+                    exists[:, None, None],
+                    groups,
+                    symmetric,
+                )
+            total = (four_plus_codes(codes, four, first, local, word, inside, CHANNELS, LANES) - zero) * step
+            for later in tl.static_range(STAGES - 1):
+                i, t, n = stage_at(row, stream, tokens, STAGES - 1 - later, CHANNELS)
+                rows = centroid_rows(i, n, first, local, exists)
+                total += centroid(t, rows, word, inside, CHANNELS, LANES, ALIGNED, BLOCK_TOKENS, WORDS_PER_PART)
+            if STAGES:
+                total += centroid(table, chosen, word, inside, CHANNELS, LANES, ALIGNED, BLOCK_TOKENS, WORDS_PER_PART)
+            if RANK:
+                total += part_of(product, part, parts, LANES, BLOCK_TOKENS)
+            write(out + first * stride, to_bf16(total), local, word, inside, stride, CHANNELS, LANES, ALIGNED)
 
 
 @triton.jit
@@ -173,31 +187,15 @@ def read_tokens(
     tokens = tl.load(row + TOKENS)
     stop = tl.minimum(begin + span, tl.load(row + STOP))
     out += tl.load(row + SHIFT) * stride
-    if FORM == EXACT:
-        read_exact(row, begin, stop, tokens, stream, out, stride, CHANNELS, WORDS, LANES, ALIGNED, BLOCK_TOKENS)
-    elif FORM <= SYMMETRIC:
+    if FORM == AFFINE or FORM == SYMMETRIC:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
         read_clustered(
             row, begin, stop, tokens, stream, out, stride, four, FORM, CHANNELS, GROUP, STAGES, RANK, SPARSE, WORDS, LANES,
             ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
     else:
-        read_channel_groups(
-            row,
-            begin,
-            stop,
-            tokens,
-            stream,
-            out,
-            stride,
-            four,
-            FORM,
-            CHANNELS,
-            GROUP,
-            WORDS,
-            LANES,
-            ALIGNED,
-            BLOCK_TOKENS,
-        )
+        read_simple(
+            row, begin, stop, tokens, stream, out, stride, four, FORM, CHANNELS, GROUP, WORDS, LANES, ALIGNED, BLOCK_TOKENS
+        )  # fmt: skip
 
 
 @triton.jit(
@@ -245,11 +243,18 @@ def read(batch: Batch, keys: Tensor, values: Tensor) -> None:
         DeviceError: No kernel runs where they live.
     """
     strides = (*keys.stride()[:3], *values.stride()[:3])
-    aligned = batch.aligned and not (keys.data_ptr() | values.data_ptr()) % VECTOR_NBYTES
-    lanes = 8 if batch.eight and aligned and not any(stride % 8 for stride in strides) else 4
-    aligned = aligned and not any(number % lanes for number in (*strides, batch.keys.channels, batch.values.channels))
+    places = keys.data_ptr() | values.data_ptr()
+    vectors = batch.aligned and not places % VECTOR_NBYTES
+    union = 0
+    for stride in strides:
+        union |= stride
+    lanes = 8 if batch.eight and vectors and not union % 8 else 4
+    aligned = vectors and not (union | batch.keys.channels | batch.values.channels) % lanes
+    if (lanes, aligned) not in batch.prepared:
+        fixed = constants("KEY", batch.keys, lanes) | constants("VALUE", batch.values, lanes)
+        batch.prepared[lanes, aligned] = {**fixed, "LANES": lanes, "ALIGNED": aligned, **batch.launch.options}
     with on_device(keys, "workspace"):
-        read_kernel[(batch.programs, batch.batch * batch.heads)](
+        read_kernel[batch.programs, batch.batch * batch.heads](
             batch.table,
             keys,
             values,
@@ -258,11 +263,7 @@ def read(batch: Batch, keys: Tensor, values: Tensor) -> None:
             batch.heads,
             FOUR_BITS,
             *strides,
-            **constants("KEY", batch.keys, lanes),
-            **constants("VALUE", batch.values, lanes),
-            LANES=lanes,
-            ALIGNED=aligned,
-            **batch.launch.options,
+            **batch.prepared[lanes, aligned],
         )
 
 
