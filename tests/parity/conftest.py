@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quantwm_kernels.launch import interpreted
+from tests.parity.gate import POISON
 
 
 @pytest.fixture
@@ -22,3 +23,19 @@ def gpu(device: torch.device) -> torch.device:
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
     return device
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a launcher allocates is full of a pattern, so that an element that no kernel writes shows."""
+    empty, new_empty = torch.empty, torch.Tensor.new_empty
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel():
+            tensor.view(-1).view(torch.uint8).fill_(POISON)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: fill(empty(*shape, **options)))
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda own, *shape, **options: fill(new_empty(own, *shape, **options))
+    )

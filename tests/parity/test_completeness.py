@@ -29,15 +29,39 @@ WITHOUT_NAMESAKE = {
     "dense_attention": "attention, in torch",
     "reading": "many units in one launch",
     "recipe": "what a kernel must know of a sealed tensor",
+    "sealing": "NumPy seals at once",
     "triton": "the folder of the kernels",
+    "triton.arithmetic": "what NumPy has a word for",
+    "triton.assignment": "the kernels of codebook",
+    "triton.baselines": "methods of core, in torch operations",
+    "triton.frame": "the kernels of codebook",
+    "triton.layer": "keys and values as one batch",
+    "triton.sealing": "all of a layer in shared launches",
     "triton.compensation": "the reading half of psac",
     "triton.reading": "many units in one launch",
+    "methods.begin_chunk": "NumPy seals at once",
     "methods.decode_into": "core returns an array, a workspace is written in place",
     "methods.seal": "a method of core's Method, which here is a function",
     "methods.seal_chunk": "a method of core's Scheme, which here is a function",
     "chunk.description": "what travels beside a list of tensors",
     "chunk.storage_nbytes": "a tensor's storage may exceed the tensor",
 }
+
+# Launchers that take all streams of a layer at once, and what passes between them.
+OF_LAYERS = {
+    "affine": "Codes Projection Residual as_e4m3 encode_layer group_sizes largest_ranges",
+    "codebook": "Frame begin framed magnitudes_of rank refine",
+    "psac": "laid_out projection_of quantize",
+    "qsac": "choose_layer",
+    "statistics": "write_sensitivity",
+    "symmetric": "encode_layer",
+}
+if HAS_TRITON:
+    WITHOUT_NAMESAKE |= {
+        f"{KERNELS}.{module}.{name}": "on all streams of a layer"
+        for module, names in OF_LAYERS.items()
+        for name in names.split()
+    }
 
 
 def operators(module: ModuleType) -> dict[str, CustomOpDef]:

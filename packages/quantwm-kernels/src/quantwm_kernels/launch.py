@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from quantwm_core.errors import DeviceError
 
 FUSE_MULTIPLY_ADD = False
 """Whether ``a * b + c`` may round once. NumPy rounds twice, so a kernel does too, or stored codes would differ."""
+
+SMALLEST_SHARED_MEMORY = 99 * 1024
+"""Bytes of fast memory that a program may take on the smallest devices, sm_86, sm_89 and sm_120."""
 
 _TRUE = ("1", "true", "yes", "on", "y")
 
@@ -32,7 +36,7 @@ class Launch:
         stages: Depth of the software pipeline.
         blocks: Sizes that the kernel takes as compile-time constants, by the name of the argument.
         programs: Where a program may take several tiles: programs per processor that are worth having first.
-        most_tiles: Tiles that a program takes at most.
+        most_tiles: Tiles that a program takes at most, where they are bounded.
     """
 
     warps: int = 4
@@ -62,7 +66,42 @@ LAUNCHES: Mapping[str, Launch] = {
     "encode_scales": Launch(blocks={"BLOCK": 1024}),
     "decode_scales": Launch(blocks={"BLOCK": 1024}),
     "read": Launch(warps=1, blocks={"BLOCK_TOKENS": 16}, programs=16, most_tiles=16),
+    "magnitude": Launch(blocks={"TILE": 64}, programs=8),
+    "frame": Launch(blocks={"ROWS": 32}),
+    "prepare_centroids": Launch(blocks={"ROWS": 16}),
+    "assign_centroids": Launch(warps=4, stages=2, blocks={"TILE": 64}, programs=4),
+    "assign_centroids_streamed": Launch(warps=4, stages=2, blocks={"TILE": 64, "BLOCK_K": 32}, programs=8),
+    "sum_members": Launch(warps=8, stages=2, blocks={"TILE": 64, "BLOCK_C": 128}, programs=2),
+    "sum_members_wide": Launch(warps=8, stages=2, blocks={"TILE": 32, "BLOCK_C": 64}, programs=4),
+    "choose_centroids": Launch(blocks={"TILE": 16}, programs=16),
+    "group_ranges": Launch(blocks={"TILE": 32}, programs=16),
+    "encode_groups": Launch(blocks={"TILE": 32}),
+    "decode_groups": Launch(blocks={"TILE": 32}),
+    "encode_symmetric": Launch(blocks={"TILE": 32}),
+    "invert_gram": Launch(),
+    "project_error": Launch(blocks={"TILE": 32}),
+    "quantize_coefficients": Launch(blocks={"TILE": 128}),
+    "second_moment": Launch(warps=8, stages=3, blocks={"TILE": 64}, programs=2),
+    "add_moments": Launch(blocks={"BLOCK": 1024}),
+    "sensitivity": Launch(),
+    "rank_centroids": Launch(warps=8, stages=1, blocks={"TILE": 64}, programs=4),
+    "rank_centroids_streamed": Launch(warps=4, stages=2, blocks={"TILE": 64, "BLOCK_K": 32}, programs=8),
 }
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; 1 where there is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of fast memory that a program may take; without a device as much as the smallest one has."""
+    if device.type != "cuda":
+        return SMALLEST_SHARED_MEMORY
+    known: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return known or SMALLEST_SHARED_MEMORY
 
 
 def interpreted() -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from quantwm_core.errors import DeviceError, DtypeError, RangeError, ShapeError, StateError
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import KINDS, SealedChunk, SealedTensor
-from quantwm_kernels.launch import LAUNCHES, Launch, check_available
+from quantwm_kernels.launch import LAUNCHES, Launch, check_available, processors
 from quantwm_kernels.recipe import Field, Form, Recipe, Row
 
 _BY_CHANNEL_GROUPS = (Form.AFFINE, Form.SYMMETRIC)
@@ -300,10 +300,5 @@ def _span(parts: Sequence[Part], streams: int, device: torch.device, launch: Lau
     """Tokens of a program: many spare it the set-up, few keep every processor busy."""
     block = launch.blocks["BLOCK_TOKENS"]
     tiles = streams * sum(-(-(part.stop - part.start) // block) for part in parts)
-    wanted = launch.programs * _processors(device)
+    wanted = launch.programs * processors(device)
     return block * max(1, min(launch.most_tiles, tiles // wanted))
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
