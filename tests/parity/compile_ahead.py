@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quantwm_kernels.launch import LAUNCHES
+from quantwm_kernels.packed_attention import WIDE_CHANNELS
 from quantwm_kernels.recipe import Form, Recipe
 from quantwm_kernels.triton.reading import constants
 
@@ -65,6 +66,36 @@ def read(
     recipes = constants("KEY", keys, lanes) | constants("VALUE", values, lanes)
     return Case(
         "reading.read_kernel", "read", READ, recipes | {"LANES": lanes, "ALIGNED": int(aligned)}, variant, architectures
+    )
+
+
+ATTEND = (
+    "table:*i64 queries:*bf16 out:*bf16 log_sum:*fp32 peaks:*fp32 totals:*fp32 slot:i32 heads:i32 rows:i32 "
+    "group_rows:i32 scale:fp32 four:i32 query_batch:i64 query_head:i64 query_token:i64 out_batch:i64 out_head:i64 "
+    "out_token:i64"
+)
+MERGE = (
+    "sums:*fp32 peaks:*fp32 totals:*fp32 out:*bf16 log_sum:*fp32 parts:i32 heads:i32 rows:i32 group_rows:i32 "
+    "out_batch:i64 out_head:i64 out_token:i64"
+)
+
+
+def attend(
+    variant: str,
+    keys: Recipe,
+    values: Recipe,
+    *,
+    lanes: int = 8,
+    divided: bool = False,
+    architectures: tuple[int, ...] = (86, 90),
+) -> Case:
+    """The attention kernel for two recipes."""
+    recipes = constants("KEY", keys, lanes) | constants("VALUE", values, lanes)
+    flags = {"LANES": lanes, "ALIGNED": int(lanes == 8), "PLAIN_ALIGNED": int(lanes == 8), "DIVIDED": int(divided)}
+    types = ATTEND.replace("out:*bf16", "out:*fp32") if divided else ATTEND
+    wide = max(keys.channels, values.channels) > WIDE_CHANNELS
+    return Case(
+        "attention.attend_kernel", "attend_wide" if wide else "attend", types, recipes | flags, variant, architectures
     )
 
 
@@ -123,6 +154,20 @@ CASES = (
     read("qvg", Recipe(Form.SYMMETRIC, 96, 48, 3), CLUSTERED, lanes=4, aligned=False),
     read("kivi", Recipe(Form.CHANNEL_MINMAX, 128, 32), Recipe(Form.MINMAX, 128, 32)),
     read("rtn", Recipe(Form.CHANNEL_AFFINE, 64, 64), Recipe(Form.AFFINE, 64, 64)),
+    attend("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, architectures=tuple(SHARED_NBYTES)),
+    attend("quantwm, divided", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, divided=True),
+    attend(
+        "quantwm, wide",
+        Recipe(Form.AFFINE, 256, 64, 1, rank=16, sparse=True),
+        Recipe(Form.AFFINE, 256, 64, 1),
+        architectures=tuple(SHARED_NBYTES),
+    ),
+    attend("bf16, wide", Recipe(Form.EXACT, 256), Recipe(Form.EXACT, 256)),
+    attend("qvg", Recipe(Form.SYMMETRIC, 96, 48, 3), CLUSTERED, lanes=4),
+    attend("kivi", Recipe(Form.CHANNEL_MINMAX, 80, 32), Recipe(Form.MINMAX, 80, 32), lanes=4),
+    attend("rtn", Recipe(Form.CHANNEL_AFFINE, 64, 64), Recipe(Form.AFFINE, 64, 64)),
+    Case("attention.merge_kernel", "merge_attention", MERGE, {"CHANNELS": 128, "WIDE": 128}),
+    Case("attention.merge_kernel", "merge_attention", MERGE, {"CHANNELS": 256, "WIDE": 256}, "wide", (86, 90)),
     seal("frame.magnitude_kernel", "magnitude"),
     seal("frame.frame_kernel", "frame", largest="*i32", FROM_TOKENS=1),
     *(

@@ -44,6 +44,17 @@ def softmax(scores: Float32[np.ndarray, "... tokens"]) -> Float32[np.ndarray, ".
     return powers / powers.sum(axis=-1, keepdims=True)
 
 
+def log_sum_exp(scores: Float32[np.ndarray, "... tokens"]) -> Float32[np.ndarray, "..."]:
+    """Natural logarithm of the sum of exponentials over the last axis: what two attentions are merged with.
+
+    >>> log_sum_exp(np.float32([1000.0, 1000.0]))
+    array(1000.6931, dtype=float32)
+    """
+    highest = scores.max(axis=-1, keepdims=True)
+    total = np.exp(scores - highest).sum(axis=-1, keepdims=True)
+    return np.asarray((highest + np.log(total))[..., 0])
+
+
 def attend(
     queries: Float[np.ndarray, "batch query_heads queries channels"],
     keys: Float[np.ndarray, "batch heads tokens channels"],

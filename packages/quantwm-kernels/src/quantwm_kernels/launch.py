@@ -37,6 +37,7 @@ class Launch:
         blocks: Sizes that the kernel takes as compile-time constants, by the name of the argument.
         programs: Where a program may take several tiles: programs per processor that are worth having first.
         most_tiles: Tiles that a program takes at most, where they are bounded.
+        least_tiles: Tiles that a program takes at least, where there are as many.
     """
 
     warps: int = 4
@@ -44,6 +45,7 @@ class Launch:
     blocks: Mapping[str, int] = field(default_factory=dict)
     programs: int = 0
     most_tiles: int = 1
+    least_tiles: int = 1
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -66,6 +68,11 @@ LAUNCHES: Mapping[str, Launch] = {
     "encode_scales": Launch(blocks={"BLOCK": 1024}),
     "decode_scales": Launch(blocks={"BLOCK": 1024}),
     "read": Launch(warps=1, blocks={"BLOCK_TOKENS": 16}, programs=16, most_tiles=16),
+    "attend": Launch(warps=4, stages=2, blocks={"BLOCK_QUERIES": 64, "BLOCK_TOKENS": 64}, programs=2, least_tiles=8),
+    "attend_wide": Launch(
+        warps=8, stages=2, blocks={"BLOCK_QUERIES": 64, "BLOCK_TOKENS": 32}, programs=1, least_tiles=16
+    ),
+    "merge_attention": Launch(blocks={"BLOCK_QUERIES": 16}),
     "magnitude": Launch(blocks={"TILE": 64}, programs=8),
     "frame": Launch(blocks={"ROWS": 32}),
     "prepare_centroids": Launch(blocks={"ROWS": 16}),

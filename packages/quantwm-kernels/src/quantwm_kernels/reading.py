@@ -6,10 +6,10 @@ denoising step, so it makes a :class:`ReadPlan` when a chunk was sealed or evict
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import BFloat16
@@ -20,6 +20,9 @@ from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import KINDS, SealedChunk, SealedTensor
 from quantwm_kernels.launch import LAUNCHES, Launch, check_available, processors
 from quantwm_kernels.recipe import Field, Form, Recipe, Row
+
+if TYPE_CHECKING:
+    from quantwm_kernels.packed_attention import Pass
 
 _BY_CHANNEL_GROUPS = (Form.AFFINE, Form.SYMMETRIC)
 _TABLES = 1024
@@ -80,6 +83,11 @@ class ReadPlan:
 
     Tables are copied to the device at the first read; a CUDA graph that captured a later one needs the plan alive.
 
+    Attributes:
+        pieces: What is read.
+        tokens: Tokens that a workspace must have.
+        tables: What :mod:`quantwm_kernels.packed_attention` keeps to attend to the same tokens.
+
     Args:
         pieces: What to read. Their places must not overlap.
         launch: Other launch parameters than :data:`quantwm_kernels.launch.LAUNCHES` has.
@@ -110,8 +118,15 @@ class ReadPlan:
         self._sizes = {
             kind: _common_sizes(kind, [getattr(piece.chunk, kind) for piece in self.pieces]) for kind in KINDS
         }
+        self.tables: dict[Hashable, tuple[Pass, ...]] = {}
         self._launch = launch
         self._batches: tuple[Batch, ...] | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int] | None:
+        """``(B, H, D of keys, D of values)``; None without a piece."""
+        keys, values = self._sizes["keys"], self._sizes["values"]
+        return None if keys is None or values is None else (*keys, values[2])
 
     def into(
         self,
@@ -222,16 +237,10 @@ def batches(
         StateError: A CUDA graph is being captured: the table cannot be copied then.
         DeviceError: There is no Triton, or the arrays live elsewhere.
     """
-    check_available("workspace")
-    if strangers := {str(part.row.device) for part in (*keys, *values)} - {str(device)}:
-        raise DeviceError(
-            f"the workspace lives on {device}, sealed arrays on {sorted(strangers)}; move one to the other"
-        )
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise StateError("a CUDA graph is being captured and this read has no table yet; read once before the capture")
+    check_tables([part.row for part in (*keys, *values)], device)
     chosen = LAUNCHES["read"] if launch is None else launch
-    key_recipes = _merged([part.row.recipe for part in keys])
-    value_recipes = _merged([part.row.recipe for part in values]) or key_recipes
+    key_recipes = merged([part.row.recipe for part in keys])
+    value_recipes = merged([part.row.recipe for part in values]) or key_recipes
     groups: dict[tuple[Recipe, Recipe], list[int]] = {}
     for number, pair in enumerate(zip(key_recipes, value_recipes, strict=True)):
         groups.setdefault(pair, []).append(number)
@@ -242,7 +251,25 @@ def batches(
     return tuple(batch for batch in made if batch.programs)
 
 
-def _merged(recipes: Sequence[Recipe]) -> list[Recipe]:
+def check_tables(rows: Iterable[Row], device: torch.device) -> None:
+    """Refuse to make a table where it cannot serve.
+
+    Raises:
+        StateError: A CUDA graph is being captured: the table cannot be copied then.
+        DeviceError: There is no Triton, or the arrays live elsewhere.
+    """
+    check_available("workspace")
+    if strangers := {str(row.device) for row in rows} - {str(device)}:
+        raise DeviceError(
+            f"the kernel runs on {device}, sealed arrays live on {sorted(strangers)}; move one to the other"
+        )
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise StateError(
+            "a CUDA graph is being captured and this call has no table yet; make it once before the capture"
+        )
+
+
+def merged(recipes: Sequence[Recipe]) -> list[Recipe]:
     """Let units without compensation, such as the first, share the recipe of those with it: their row says they have none."""
     ranks = {recipe.rank for recipe in recipes if recipe.rank}
     if len(ranks) != 1:
@@ -285,13 +312,13 @@ def _batch(
         sum(counts[: len(keys)]),
         begin,
         span,
-        all(_eight(recipe) for recipe in recipes),
+        all(eight(recipe) for recipe in recipes),
         all(part.row.aligned for part in (*keys, *values)),
         launch,
     )
 
 
-def _eight(recipe: Recipe) -> bool:
+def eight(recipe: Recipe) -> bool:
     """Whether eight consecutive channels never straddle a group."""
     return recipe.channels % 8 == 0 and (recipe.form not in _BY_CHANNEL_GROUPS or recipe.group % 8 == 0)
 

@@ -13,55 +13,24 @@ from torch import Tensor
 
 from quantwm_kernels.launch import on_device
 from quantwm_kernels.reading import Batch
-from quantwm_kernels.recipe import VECTOR_NBYTES, Field, Form, Recipe
-from quantwm_kernels.triton.clustered import (
-    CODES,
-    FOUR_BITS,
-    centroid,
-    centroid_rows,
-    channel_residual,
-    codes_at,
-    four_plus_codes,
-    group_steps,
-    halves_at,
-    scales_at,
-    stage_at,
+from quantwm_kernels.recipe import VECTOR_NBYTES, Field, Recipe
+from quantwm_kernels.triton.clustered import FOUR_BITS, centroid_rows
+from quantwm_kernels.triton.compensation import WORDS_PER_PART
+from quantwm_kernels.triton.tile import (
+    AFFINE,
+    SYMMETRIC,
+    clustered,
+    compensation,
+    opened,
+    part_steps,
+    simple,
 )
-from quantwm_kernels.triton.compensation import (
-    WORDS_PER_PART,
-    correction,
-    kept_directions,
-    part_of,
-    place_of,
-    steps_at,
-)
-from quantwm_kernels.triton.domain import to_bf16
-from quantwm_kernels.triton.minmax import minima_at, minmax
 
 TOKENS: tl.constexpr = tl.constexpr(int(Field.TOKENS))
 STOP: tl.constexpr = tl.constexpr(int(Field.STOP))
 SHIFT: tl.constexpr = tl.constexpr(int(Field.SHIFT))
-EXACT: tl.constexpr = tl.constexpr(int(Form.EXACT))
-AFFINE: tl.constexpr = tl.constexpr(int(Form.AFFINE))
-SYMMETRIC: tl.constexpr = tl.constexpr(int(Form.SYMMETRIC))
-CHANNEL_AFFINE: tl.constexpr = tl.constexpr(int(Form.CHANNEL_AFFINE))
-CHANNEL_MINMAX: tl.constexpr = tl.constexpr(int(Form.CHANNEL_MINMAX))
-# A matrix unit's smallest product has as many columns.
-FEWEST_COLUMNS = 16
-
-
-@triton.jit
-def exact(
-    values, first, local, exists,
-    CHANNELS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """BF16 ``[tokens, WIDE]`` as stored."""
-    channel = tl.arange(0, WIDE)
-    addresses = values + first * CHANNELS + (local[:, None] * CHANNELS + channel[None, :])
-    if ALIGNED:
-        addresses = tl.multiple_of(addresses, (1, 2 * LANES))
-    inside = exists[:, None] & (channel < CHANNELS)[None, :]
-    return tl.load(addresses, mask=inside).to(tl.bfloat16, bitcast=True)
+# A part of the product with the basis has as many, and no matrix unit multiplies fewer columns.
+FEWEST_WORDS = WORDS_PER_PART.value
 
 
 @triton.jit
@@ -78,129 +47,52 @@ def write(
 
 
 @triton.jit
-def read_simple(
-    row, begin, stop, tokens, stream, out, stride, four, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
-    WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Reconstruct tokens that are stored exactly, or whose scales are found channel by channel."""
-    by_channel: tl.constexpr = FORM == CHANNEL_MINMAX
-    if FORM == EXACT:
-        values = halves_at(tl.load(row + CODES), stream * tokens * CHANNELS)
-    elif FORM == CHANNEL_AFFINE:
-        codes = codes_at(row, stream, tokens, CHANNELS, LANES)
-        scales, zero_points, super_scale = scales_at(row, stream, tokens, CHANNELS, GROUP, True, False)
-    else:
-        codes = codes_at(row, stream, tokens, CHANNELS, LANES)
-        scales, minima = minima_at(row, stream, tokens, CHANNELS, GROUP, by_channel)
-    local, word = tl.arange(0, BLOCK_TOKENS), tl.arange(0, WORDS)
-    for first in range(begin, stop, BLOCK_TOKENS):
-        exists = local < stop - first
-        inside = exists[:, None, None] & (word < (CHANNELS + LANES - 1) // LANES)[None, :, None]
-        if FORM == EXACT:
-            number = exact(values, first, local, exists, CHANNELS, LANES, ALIGNED, WORDS * LANES)
-        elif FORM == CHANNEL_AFFINE:
-            total = channel_residual(
-                codes, scales, zero_points, super_scale, four, first, local, word, inside, CHANNELS, GROUP, LANES
-            )
-            number = tl.reshape(to_bf16(total), (BLOCK_TOKENS, WORDS * LANES))
-        else:
-            total = minmax(
-                codes, scales, minima, four, first, local, word, inside, tokens, CHANNELS, GROUP, by_channel, LANES
-            )
-            number = tl.reshape(to_bf16(total), (BLOCK_TOKENS, WORDS * LANES))
-        write(out + first * stride, number, local, exists, stride, 0, CHANNELS, LANES, ALIGNED, WORDS * LANES)
-
-
-@triton.jit
-def read_clustered(  # noqa: C901 - most branches are decided at compile time
-    row, begin, stop, tokens, stream, out, stride, four, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Reconstruct tokens from residuals, centroids and coefficients, summed in the order of the reference.
-
-    Channels are taken in parts of four words, as the product with the basis has them.
-    """
-    symmetric: tl.constexpr = FORM == SYMMETRIC
-    parts: tl.constexpr = WORDS // WORDS_PER_PART
-    width: tl.constexpr = WORDS_PER_PART * LANES
-    groups: tl.constexpr = CHANNELS // GROUP
-    codes = codes_at(row, stream, tokens, CHANNELS, LANES)
-    scales, zero_points, super_scale = scales_at(row, stream, tokens, CHANNELS, GROUP, False, symmetric)
-    if STAGES:
-        index, table, last_row = stage_at(row, stream, tokens, 0, CHANNELS)
-    if RANK:
-        flag, place, compensated = place_of(row, stream, SPARSE)
-        dense, bitmap, counts, values, size = steps_at(row, place, tokens, RANK, SPARSE)
-        kept = kept_directions(row, stream, compensated, CHANNELS, RANK, WORDS * LANES, LANES)
-    local, word_of_part = tl.arange(0, BLOCK_TOKENS), tl.arange(0, WORDS_PER_PART)
-    for first in range(begin, stop, BLOCK_TOKENS):
-        exists = local < stop - first
-        if STAGES:
-            chosen = centroid_rows(index, last_row, first, local, exists)
-        if RANK:
-            product = tl.full((BLOCK_TOKENS, WORDS * LANES), -0.0, tl.float32)  # adding this changes no bit
-            if compensated:
-                product = correction(
-                    row, stream, kept, dense, bitmap, counts, values, size, flag, first, local, exists,
-                    CHANNELS, RANK, WORDS * LANES, LANES, SPARSE, BLOCK_TOKENS,
-                )  # fmt: skip
-        for part in tl.static_range((CHANNELS + width - 1) // width):
-            word = word_of_part + part * WORDS_PER_PART
-            inside = exists[:, None, None] & (word < CHANNELS // LANES)[None, :, None]
-            if width * (GROUP // width) != GROUP:
-                group = (word * LANES // GROUP)[None, :, None]
-                step, zero = group_steps(
-                    scales, zero_points, super_scale, four, first, local, group, inside, groups, symmetric
-                )
-            elif width * part % GROUP == 0:
-                group = width * part // GROUP
-                step, zero = group_steps(
-                    scales,
-                    zero_points,
-                    super_scale,
-                    four,
-                    first,
-                    local,
-                    group,
-                    exists[:, None, None],
-                    groups,
-                    symmetric,
-                )
-            total = (four_plus_codes(codes, four, first, local, word, inside, CHANNELS, LANES) - zero) * step
-            for later in tl.static_range(STAGES - 1):
-                i, t, n = stage_at(row, stream, tokens, STAGES - 1 - later, CHANNELS)
-                rows = centroid_rows(i, n, first, local, exists)
-                total += centroid(t, rows, exists, part * width, CHANNELS, LANES, ALIGNED, BLOCK_TOKENS, WORDS_PER_PART)
-            if STAGES:
-                total += centroid(
-                    table, chosen, exists, part * width, CHANNELS, LANES, ALIGNED, BLOCK_TOKENS, WORDS_PER_PART
-                )
-            if RANK:
-                total += part_of(product, part, parts, LANES, BLOCK_TOKENS)
-            number = tl.reshape(to_bf16(total), (BLOCK_TOKENS, width))
-            write(out + first * stride, number, local, exists, stride, part * width, CHANNELS, LANES, ALIGNED, width)
-
-
-@triton.jit
 def read_tokens(
     row, begin, span, stream, out, stride, four, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
     STAGES: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr,
     LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Reconstruct ``span`` tokens from ``begin`` of one unit and stream, ``BLOCK_TOKENS`` at a time."""
+    width: tl.constexpr = WORDS_PER_PART * LANES
     tokens = tl.load(row + TOKENS)
     stop = tl.minimum(begin + span, tl.load(row + STOP))
     out += tl.load(row + SHIFT) * stride
-    if FORM == AFFINE or FORM == SYMMETRIC:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
-        read_clustered(
-            row, begin, stop, tokens, stream, out, stride, four, FORM, CHANNELS, GROUP, STAGES, RANK, SPARSE, WORDS, LANES,
-            ALIGNED, BLOCK_TOKENS,
-        )  # fmt: skip
-    else:
-        read_simple(
-            row, begin, stop, tokens, stream, out, stride, four, FORM, CHANNELS, GROUP, WORDS, LANES, ALIGNED, BLOCK_TOKENS
-        )  # fmt: skip
+    (
+        codes, scales, zeros, super_scale, index, table, last_row,
+        compensated, kept, flag, dense, bitmap, counts, values, size,
+    ) = opened(row, stream, tokens, FORM, CHANNELS, GROUP, STAGES, RANK, SPARSE, WORDS, LANES)  # fmt: skip
+    local, word_of_part = tl.arange(0, BLOCK_TOKENS), tl.arange(0, WORDS_PER_PART)
+    for first in range(begin, stop, BLOCK_TOKENS):
+        exists = local < stop - first
+        place = out + first * stride
+        if FORM == AFFINE or FORM == SYMMETRIC:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
+            chosen, product = local, local
+            if STAGES:
+                chosen = centroid_rows(index, last_row, first, local, exists)
+            if RANK:
+                product = compensation(
+                    row, stream, compensated, kept, flag, dense, bitmap, counts, values, size, first, local, exists,
+                    CHANNELS, RANK, WORDS * LANES, LANES, SPARSE, BLOCK_TOKENS,
+                )  # fmt: skip
+            for part in tl.static_range((CHANNELS + width - 1) // width):
+                word = word_of_part + part * WORDS_PER_PART
+                inside = exists[:, None, None] & (word < CHANNELS // LANES)[None, :, None]
+                if part == 0 or width * part % GROUP == 0 or width * (GROUP // width) != GROUP:
+                    step, zero = part_steps(
+                        scales, zeros, super_scale, four, first, local, exists, word, inside, part,
+                        CHANNELS, GROUP, LANES, FORM == SYMMETRIC,
+                    )  # fmt: skip
+                number = clustered(
+                    row, stream, tokens, codes, step, zero, table, chosen, product, four, first, local, exists, word,
+                    inside, part, CHANNELS, STAGES, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+                )  # fmt: skip
+                write(place, number, local, exists, stride, part * width, CHANNELS, LANES, ALIGNED, width)
+        else:
+            number = simple(
+                codes, scales, zeros, super_scale, four, first, local, exists, tokens,
+                FORM, CHANNELS, GROUP, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            )  # fmt: skip
+            write(place, number, local, exists, stride, 0, CHANNELS, LANES, ALIGNED, WORDS * LANES)
 
 
 @triton.jit(
@@ -281,5 +173,5 @@ def constants(kind: str, recipe: Recipe, lanes: int) -> dict[str, int]:
         f"{kind}_STAGES": recipe.stages,
         f"{kind}_RANK": recipe.rank,
         f"{kind}_SPARSE": int(recipe.sparse),
-        f"{kind}_WORDS": triton.next_power_of_2(max(-(-recipe.channels // lanes), FEWEST_COLUMNS // lanes)),
+        f"{kind}_WORDS": triton.next_power_of_2(max(-(-recipe.channels // lanes), FEWEST_WORDS)),
     }

@@ -1,0 +1,286 @@
+"""Softmax attention over a packed cache in one launch: tiles of keys and values are reconstructed where they are used.
+
+A program takes a block of query rows of one KV head (the rows of all query heads that share it, one head after the
+other) and a part of the tokens, and folds one tile after the other into an online softmax. The table it is led by is
+described in :mod:`quantwm_kernels.packed_attention`. Where the tokens are divided among several programs, each leaves
+its sums and its largest logit, and :func:`merge_kernel` joins them in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantwm_kernels.launch import LAUNCHES, on_device
+from quantwm_kernels.packed_attention import Attended, Leading, Pair, Pass
+from quantwm_kernels.recipe import Field
+from quantwm_kernels.triton.clustered import FOUR_BITS, halves_at
+from quantwm_kernels.triton.domain import MATRIX_DTYPE, to_bf16
+from quantwm_kernels.triton.reading import constants
+from quantwm_kernels.triton.tile import opened, reconstructed
+
+TOKENS: tl.constexpr = tl.constexpr(int(Field.TOKENS))
+# Words of the table that lead a program, and words of an entry; see Leading.
+HEAD_WORDS: tl.constexpr = tl.constexpr(len(Leading))
+SEALED_BEGIN: tl.constexpr = tl.constexpr(int(Leading.SEALED_BEGIN))
+SEALED_END: tl.constexpr = tl.constexpr(int(Leading.SEALED_END))
+EXACT_BEGIN: tl.constexpr = tl.constexpr(int(Leading.EXACT_BEGIN))
+EXACT_END: tl.constexpr = tl.constexpr(int(Leading.EXACT_END))
+ENTRY_WORDS: tl.constexpr = tl.constexpr(4)
+LOG2_E = 1.4426950408889634
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def exact_tile(
+    row, batch, head, first, local, CHANNELS: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """BF16 ``[tokens, WIDE]`` of a plain tensor, whose address and strides by batch, head and token stand in ``row``."""
+    channel = tl.arange(0, WIDE)
+    stride = tl.load(row + 3)
+    begin = batch * tl.load(row + 1) + head * tl.load(row + 2) + first * stride
+    addresses = halves_at(tl.load(row), begin) + (local[:, None] * stride + channel[None, :])
+    if ALIGNED:
+        addresses = tl.multiple_of(addresses, (1, 16))
+    number = tl.load(addresses, mask=(channel < CHANNELS)[None, :], other=0)
+    return number.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def folded(queries, keys, values, exists, scale, peak, total, output):
+    """Fold a tile into the online softmax: largest logit so far (to base 2), sum of powers, sum of weighted values."""
+    logits = tl.dot(queries, tl.trans(keys.to(MATRIX_DTYPE)), input_precision="ieee") * scale
+    logits = tl.where(exists[None, :], logits, float("-inf"))
+    higher = tl.maximum(peak, tl.max(logits, axis=1))
+    powers = tl.exp2(logits - higher[:, None])
+    shrunk = tl.exp2(peak - higher)
+    total = total * shrunk + tl.sum(powers, axis=1)
+    weights = to_bf16(powers).to(MATRIX_DTYPE)
+    output = tl.dot(weights, values.to(MATRIX_DTYPE), output * shrunk[:, None], input_precision="ieee")
+    return higher, total, output
+
+
+@triton.jit
+def finished(output, peak, total):
+    """BF16 average of values, and FP32 logarithm of the sum of exponentials; zero and ``-inf`` where no token is."""
+    nothing = total == 0
+    divisor = tl.where(nothing, 1.0, total)
+    log_sum = tl.where(nothing, float("-inf"), (peak + tl.log2(divisor)) * LN_2)
+    return to_bf16(output / divisor[:, None]), log_sum
+
+
+@triton.jit
+def query_rows(
+    queries, batch, head, row, rows, group_rows, batch_stride, head_stride, token_stride,
+    CHANNELS: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Addresses ``[rows, WIDE]`` of the query rows of a KV head, and which exist."""
+    channel = tl.arange(0, WIDE)
+    query_head = head * (rows // group_rows) + row // group_rows
+    begin = batch * batch_stride + query_head * head_stride + (row % group_rows) * token_stride
+    addresses = queries + (begin[:, None] + channel[None, :])
+    if ALIGNED:
+        addresses = tl.multiple_of(addresses, (1, 16))
+    return addresses, (row < rows)[:, None] & (channel < CHANNELS)[None, :]
+
+
+@triton.jit(
+    do_not_specialize=["slot", "heads", "rows", "group_rows", "scale", "four"]
+    + [f"{kind}_{axis}" for kind in ("query", "out") for axis in ("batch", "head", "token")]
+)
+def attend_kernel(
+    table, queries, out, log_sum, peaks, totals, slot, heads, rows, group_rows, scale, four,
+    query_batch, query_head, query_token, out_batch, out_head, out_token,
+    KEY_FORM: tl.constexpr, KEY_CHANNELS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_STAGES: tl.constexpr,
+    KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
+    VALUE_FORM: tl.constexpr, VALUE_CHANNELS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_STAGES: tl.constexpr,
+    VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
+    LANES: tl.constexpr, ALIGNED: tl.constexpr, PLAIN_ALIGNED: tl.constexpr, DIVIDED: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Programs along the first axis take rows of queries, along the second streams, along the third tokens."""
+    stream, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    batch, head = stream // heads, stream % heads
+    row = tl.program_id(0).to(tl.int64) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
+    addresses, known = query_rows(
+        queries, batch, head, row, rows, group_rows, query_batch, query_head, query_token,
+        KEY_CHANNELS, KEY_WORDS * LANES, PLAIN_ALIGNED,
+    )  # fmt: skip
+    asked = tl.load(addresses, mask=known, other=0.0).to(MATRIX_DTYPE)
+    peak = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_QUERIES,), tl.float32)
+    output = tl.zeros((BLOCK_QUERIES, VALUE_WORDS * LANES), tl.float32)
+    local = tl.arange(0, BLOCK_TOKENS)
+    lead = table + part * HEAD_WORDS
+    for entry in range(tl.load(lead + SEALED_BEGIN), tl.load(lead + SEALED_END), ENTRY_WORDS):
+        key_row, value_row = table + tl.load(table + entry), table + tl.load(table + entry + 1)
+        tokens, stop = tl.load(key_row + TOKENS), tl.load(table + entry + 3)
+        (
+            k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,
+            k_compensated, k_kept, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size,
+        ) = opened(
+            key_row, stream, tokens, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES
+        )  # fmt: skip
+        (
+            v_codes, v_scales, v_zeros, v_super, v_index, v_table, v_last,
+            v_compensated, v_kept, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size,
+        ) = opened(
+            value_row, stream, tokens, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_RANK, VALUE_SPARSE,
+            VALUE_WORDS, LANES,
+        )  # fmt: skip
+        for first in range(tl.load(table + entry + 2), stop, BLOCK_TOKENS):
+            # A lane without a token repeats the last one, so that all it computes is finite.
+            inside = tl.minimum(local, (stop - first - 1).to(tl.int32))
+            keys = reconstructed(
+                key_row, stream, tokens, k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,
+                k_compensated, k_kept, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size, four, first, inside,
+                KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED,
+                BLOCK_TOKENS,
+            )  # fmt: skip
+            values = reconstructed(
+                value_row, stream, tokens, v_codes, v_scales, v_zeros, v_super, v_index, v_table, v_last,
+                v_compensated, v_kept, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size, four, first, inside,
+                VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES,
+                ALIGNED, BLOCK_TOKENS,
+            )  # fmt: skip
+            peak, total, output = folded(asked, keys, values, local < stop - first, scale, peak, total, output)
+    for entry in range(tl.load(lead + EXACT_BEGIN), tl.load(lead + EXACT_END), ENTRY_WORDS):
+        key_row, value_row = table + tl.load(table + entry), table + tl.load(table + entry + 1)
+        stop = tl.load(table + entry + 3)
+        for first in range(tl.load(table + entry + 2), stop, BLOCK_TOKENS):
+            inside = tl.minimum(local, (stop - first - 1).to(tl.int32))
+            keys = exact_tile(key_row, batch, head, first, inside, KEY_CHANNELS, KEY_WORDS * LANES, PLAIN_ALIGNED)
+            values = exact_tile(
+                value_row, batch, head, first, inside, VALUE_CHANNELS, VALUE_WORDS * LANES, PLAIN_ALIGNED
+            )
+            peak, total, output = folded(asked, keys, values, local < stop - first, scale, peak, total, output)
+    if DIVIDED:
+        channel = tl.arange(0, VALUE_WORDS * LANES)
+        known = (row < rows)[:, None] & (channel < VALUE_CHANNELS)[None, :]
+        place = ((slot + part) * tl.num_programs(1).to(tl.int64) + stream) * rows + row
+        tl.store(peaks + place, peak, mask=row < rows)
+        tl.store(totals + place, total, mask=row < rows)
+        tl.store(out + (place[:, None] * VALUE_CHANNELS + channel[None, :]), output, mask=known)
+    else:
+        addresses, known = query_rows(
+            out, batch, head, row, rows, group_rows, out_batch, out_head, out_token,
+            VALUE_CHANNELS, VALUE_WORDS * LANES, PLAIN_ALIGNED,
+        )  # fmt: skip
+        average, logarithm = finished(output, peak, total)
+        tl.store(addresses, average, mask=known)
+        tl.store(log_sum + stream * rows + row, logarithm, mask=row < rows)
+
+
+@triton.jit(
+    do_not_specialize=["parts", "heads", "rows", "group_rows"] + [f"out_{axis}" for axis in ("batch", "head", "token")]
+)
+def merge_kernel(
+    sums, peaks, totals, out, log_sum, parts, heads, rows, group_rows, out_batch, out_head, out_token,
+    CHANNELS: tl.constexpr, WIDE: tl.constexpr, BLOCK_QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Join ``parts`` results over different tokens: sums ``[parts, streams, rows, CHANNELS]``, and what they refer to."""
+    stream, streams = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
+    channel = tl.arange(0, WIDE)
+    known = (row < rows)[:, None] & (channel < CHANNELS)[None, :]
+    highest = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
+    for part in range(parts):
+        place = (part * streams + stream) * rows + row
+        highest = tl.maximum(highest, tl.load(peaks + place, mask=row < rows, other=float("-inf")))
+    highest = tl.where(highest == float("-inf"), 0.0, highest)  # no token anywhere: all factors are 0
+    total = tl.zeros((BLOCK_QUERIES,), tl.float32)
+    output = tl.zeros((BLOCK_QUERIES, WIDE), tl.float32)
+    for part in range(parts):
+        place = (part * streams + stream) * rows + row
+        peak = tl.load(peaks + place, mask=row < rows, other=float("-inf"))
+        factor = tl.exp2(peak - highest)
+        total += factor * tl.load(totals + place, mask=row < rows, other=0.0)
+        output += factor[:, None] * tl.load(
+            sums + (place[:, None] * CHANNELS + channel[None, :]), mask=known, other=0.0
+        )
+    addresses, known = query_rows(
+        out,
+        stream // heads,
+        stream % heads,
+        row,
+        rows,
+        group_rows,
+        out_batch,
+        out_head,
+        out_token,
+        CHANNELS,
+        WIDE,
+        False,
+    )
+    average, logarithm = finished(output, highest, total)
+    tl.store(addresses, average, mask=known)
+    tl.store(log_sum + stream * rows + row, logarithm, mask=row < rows)
+
+
+def attend(
+    passes: Sequence[Pass], queries: Tensor, plain: Sequence[Pair], sizes: tuple[int, int, int, int], scale: float
+) -> Attended:
+    """Launch passes, and join what they and their parts leave.
+
+    Args:
+        passes: What to attend to; their tables live where the tensors do and hold the addresses of ``plain``.
+        queries: BF16 ``[B, Hq, T, D]`` with consecutive channels.
+        plain: Plain keys and values with consecutive channels.
+        sizes: ``(B, H, D of keys, D of values)``.
+        scale: Factor of the logits.
+
+    Raises:
+        DeviceError: No kernel runs where the tensors live.
+    """
+    batch, heads, _, channels = sizes
+    query_heads, count = queries.shape[1:3]
+    rows, parts = query_heads // heads * count, sum(each.parts for each in passes)
+    token_major = queries.stride(1) < queries.stride(2)
+    shape = (batch, count, query_heads, channels) if token_major else (batch, query_heads, count, channels)
+    out = queries.new_empty(shape)
+    output = out.transpose(1, 2) if token_major else out
+    log_sum = queries.new_empty((batch, query_heads, count), dtype=torch.float32)
+    if rows == 0:
+        return Attended(output, log_sum)
+    target, peaks, totals = output, log_sum, log_sum
+    if parts > 1:
+        target = queries.new_empty((parts, batch * heads, rows, channels), dtype=torch.float32)
+        peaks, totals = queries.new_empty((2, parts, batch * heads, rows), dtype=torch.float32)
+    numbers = 0
+    for tensor in (queries, output, *(each for pair in plain for each in pair)):
+        numbers |= tensor.data_ptr() // 2 | tensor.stride(0) | tensor.stride(1) | tensor.stride(2)
+    strides, written = queries.stride()[:3], output.stride()[:3]
+    slot = 0
+    with on_device(queries, "queries"):
+        for each in passes:
+            fixed = prepared(each, plain_aligned=not (numbers | sizes[2] | channels) % 8, divided=parts > 1)
+            blocks = triton.cdiv(rows, each.launch.blocks["BLOCK_QUERIES"])
+            attend_kernel[blocks, batch * heads, each.parts](
+                each.table, queries, target, log_sum, peaks, totals, slot, heads, rows, count, scale * LOG2_E, FOUR_BITS,
+                *strides, *written, **fixed,
+            )  # fmt: skip
+            slot += each.parts
+        if parts > 1:
+            launch = LAUNCHES["merge_attention"]
+            merge_kernel[triton.cdiv(rows, launch.blocks["BLOCK_QUERIES"]), batch * heads](
+                target, peaks, totals, output, log_sum, parts, heads, rows, count, *written, channels,
+                triton.next_power_of_2(channels), **launch.options,
+            )  # fmt: skip
+    return Attended(output, log_sum)
+
+
+def prepared(each: Pass, *, plain_aligned: bool, divided: bool) -> dict[str, int]:
+    """Compile-time arguments of a pass."""
+    key = (plain_aligned, divided)
+    if key not in each.prepared:
+        lanes = 8 if each.eight and each.aligned else 4
+        aligned = each.aligned and not (each.keys.channels | each.values.channels) % lanes
+        each.prepared[key] = {
+            **constants("KEY", each.keys, lanes), **constants("VALUE", each.values, lanes), "LANES": lanes,
+            "ALIGNED": aligned, "PLAIN_ALIGNED": plain_aligned, "DIVIDED": divided, **each.launch.options,
+        }  # fmt: skip
+    return each.prepared[key]
