@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantwm_core import methods
-from quantwm_core.errors import DeviceError, DtypeError
+from quantwm_core.errors import DeviceError, DtypeError, UnknownNameError
 from quantwm_core.method import decode, scheme
 from quantwm_core.stream import Span
 from quantwm_kernels.bridge import to_numpy
 from quantwm_kernels.chunk import SealedChunk
 from quantwm_models import CacheObserver, LayerCache, Workspace
+from quantwm_models.cache import AttentionPath
 from tests.models.chunks import bits, chunk, fill, normal
 
 METHODS = methods.names()
@@ -207,9 +208,10 @@ def test_what_was_appended_may_be_changed_afterwards() -> None:
         assert torch.equal(read, exact)
 
 
+@pytest.mark.parametrize("attention", ["auto", "packed", "decoded"])
 @pytest.mark.parametrize("query_heads", [2, 6])
-def test_attend_is_attention_to_what_is_read(query_heads: int) -> None:
-    cache = LayerCache("quantwm")
+def test_attend_is_attention_to_what_is_read(query_heads: int, attention: AttentionPath) -> None:
+    cache = LayerCache("quantwm", attention=attention)
     fill(cache, 3)
     queries = normal(1, query_heads, 9, 16, seed=5)
     keys, values = (tensor.clone() for tensor in cache.read(4, 40))
@@ -223,6 +225,41 @@ def test_attend_is_attention_to_what_is_read(query_heads: int) -> None:
     assert after is not None
     assert after.queries == before.queries + 9 * query_heads // 2
     assert cache.attend(queries.float(), 4, 40).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_attention_from_the_packed_cache_agrees_and_needs_no_workspace(name: str) -> None:
+    caches = {path: LayerCache(name, attention=path, chunks_per_seal=2, window=70) for path in ("packed", "decoded")}
+    for cache in caches.values():
+        fill(cache, 6)
+    queries = normal(1, 6, 5, 16, seed=5)
+    for bounds in ((None, None), (0, 3), (7, 60), (66, 70), (4, 4)):
+        packed, decoded = (cache.attend(queries, *bounds) for cache in caches.values())
+        assert packed.dtype == decoded.dtype == torch.bfloat16
+        assert torch.allclose(packed.float(), decoded.float(), atol=2e-2), bounds
+    assert caches["packed"].report().workspace_nbytes == 0
+    assert caches["decoded"].report().workspace_nbytes > 0
+    one, other = (cache.queries.groups[-1].moment for cache in caches.values())
+    assert (one is None) == (other is None) == (name != "quantwm")
+    assert one is None or other is None or one.queries == other.queries
+
+
+def test_attention_from_the_packed_cache_sees_what_is_overwritten() -> None:
+    cache = LayerCache("rtn", attention="packed")
+    fill(cache, 3)
+    queries, first = normal(1, 2, 5, 16, seed=5), cache.attend(normal(1, 2, 5, 16, seed=5))
+    cache.overwrite(*chunk(77))
+    expected = LayerCache("rtn", attention="decoded")
+    fill(expected, 3)
+    expected.overwrite(*chunk(77))
+    output = cache.attend(queries)
+    assert torch.allclose(output.float(), expected.attend(queries).float(), atol=2e-2)
+    assert not torch.allclose(output.float(), first.float(), atol=2e-2)
+
+
+def test_another_path_of_attention_is_refused_by_name() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown attention 'pack'; did you mean 'packed'\?"):
+        LayerCache(attention="pack")  # type: ignore[arg-type]  # on purpose
 
 
 class Witness(CacheObserver):
@@ -243,9 +280,10 @@ class Witness(CacheObserver):
         self.gone.append(Span(start, stop))
 
 
-def test_observers_are_told_exactly_what_happens() -> None:
+@pytest.mark.parametrize("attention", ["packed", "decoded"])
+def test_observers_are_told_exactly_what_happens(attention: AttentionPath) -> None:
     witness = Witness()
-    cache = LayerCache("rtn", sink=4, window=36, observers=[witness])
+    cache = LayerCache("rtn", sink=4, window=36, observers=[witness], attention=attention)
     fill(cache, 4, queries=False)
     cache.attend(normal(1, 2, 3, 16), 2, 30)
     keys, values = history(4)

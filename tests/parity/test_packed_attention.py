@@ -1,6 +1,6 @@
 """attend_packed on the kernel, against core's attention over what core decodes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ def sealed(
 
 
 def piece(keys: SealedTensor, values: SealedTensor, start: int = 0, stop: int | None = None) -> Piece:
-    unit = SealedChunk(*(KernelTensor.from_core(each) for each in (keys, values)))
+    unit = SealedChunk(KernelTensor.from_core(keys), KernelTensor.from_core(values))
     return Piece(unit, start, unit.tokens if stop is None else stop, 0)
 
 
@@ -315,3 +315,91 @@ def test_nothing_and_too_many_channels_are_refused() -> None:
         attend_packed(normal(1, 2, 2, 32), ReadPlan([]))
     with pytest.raises(ShapeError, match="at most 256"):
         attend_packed(normal(1, 2, 2, 260), ReadPlan([]), pairs(3, channels=260))
+
+
+def on_a_gpu(gpu: torch.device) -> tuple[ReadPlan, Tensor, Pair, Callable[[Attended, Pair], None]]:
+    """A plan over two units, queries, plain tokens, and a check of a result with plain tokens of any content."""
+    pieces = [simple_piece(tokens=300, channels=128, seed=1), simple_piece(tokens=70, channels=128, seed=5)]
+    queries = normal(1, 90, 4, 128).transpose(1, 2)
+    pair = pairs(200, channels=128)[0]
+
+    def judge(attended: Attended, plain: Pair) -> None:
+        ours = [(plain[0].cpu(), plain[1].cpu())]
+        output, magnitude, logarithm = map(torch.from_numpy, reference(queries, pieces, ours, 128**-0.5))
+        assert_close("output", attended.output.cpu().float() / magnitude, output / magnitude, TOLERANCES["attention"])
+        assert_close("log_sum_exp", attended.log_sum_exp, logarithm, TOLERANCES["log_sum_exp"])
+
+    plan = ReadPlan([each._replace(chunk=each.chunk.to(gpu)) for each in pieces])
+    return plan, queries.to(gpu), (pair[0].to(gpu), pair[1].to(gpu)), judge
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", core_methods.names())
+@pytest.mark.parametrize("channels", [64, 80, 128, 256])
+def test_attend_packed_with_the_launch_that_is_used(gpu: torch.device, name: str, channels: int) -> None:
+    pieces, plain = [simple_piece(name, 700, channels)], pairs(333, channels=channels)
+    for count in (1, 50, 300):
+        queries = normal(1, 4, count, channels)
+        moved = ReadPlan([each._replace(chunk=each.chunk.to(gpu)) for each in pieces])
+        attended = attend_packed(queries.to(gpu), moved, [(plain[0][0].to(gpu), plain[0][1].to(gpu))])
+        output, magnitude, logarithm = map(torch.from_numpy, reference(queries, pieces, plain, channels**-0.5))
+        assert_close("output", attended.output.cpu().float() / magnitude, output / magnitude, TOLERANCES["attention"])
+        assert_close("log_sum_exp", attended.log_sum_exp, logarithm, TOLERANCES["log_sum_exp"])
+
+
+@pytest.mark.gpu
+def test_it_waits_for_nothing_and_allocates_no_keys(gpu: torch.device) -> None:
+    plan, queries, plain, judge = on_a_gpu(gpu)
+    attend_packed(queries, plan, [plain])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attended = attend_packed(queries, plan, [plain])
+        attend_packed(queries, ReadPlan(plan.pieces), [plain])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    judge(attended, plain)
+    (passes,) = plan.tables.values()
+    partial = sum(each.parts for each in passes) * queries.numel() * 5 if passes[0].parts > 1 else 0
+    assert torch.cuda.max_memory_allocated() - before <= 2 * (queries.nbytes + queries.numel() // 8 + partial) + 8192
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_attention_over_what_was_overwritten(gpu: torch.device) -> None:
+    plan, queries, plain, judge = on_a_gpu(gpu)
+    attend_packed(queries, plan, [plain])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attended = attend_packed(queries, plan, [plain])
+    for tensor, other in zip(plain, pairs(1, 200, channels=128)[1], strict=True):
+        tensor.copy_(other)
+    graph.replay()
+    judge(attended, plain)
+
+
+@pytest.mark.gpu
+def test_attention_without_tables_is_refused_while_a_graph_is_captured(gpu: torch.device) -> None:
+    plan, queries, plain, _ = on_a_gpu(gpu)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(StateError, match="before the capture"), torch.cuda.graph(graph):
+        attend_packed(queries, plan, [plain])
+
+
+@pytest.mark.gpu
+def test_other_lengths_compile_nothing_anew(gpu: torch.device) -> None:
+    plan, queries, plain, _ = on_a_gpu(gpu)
+
+    def compiled() -> int:
+        return sum(len(caches[0]) for caches in kernels.attend_kernel.device_caches.values())
+
+    attend_packed(queries, plan, [plain])
+    attend_packed(queries[:, :, :1], plan, [plain])
+    known = compiled()
+    unit = plan.pieces[0].chunk
+    for start, stop, count in ((0, 1, 89), (3, 280, 17), (16, 32, 1)):
+        attend_packed(queries[:, :, :count], ReadPlan([Piece(unit, start, stop, 0)]), [(plain[0][:, :, :stop],) * 2])
+    assert compiled() == known

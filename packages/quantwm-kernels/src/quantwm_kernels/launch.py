@@ -68,10 +68,8 @@ LAUNCHES: Mapping[str, Launch] = {
     "encode_scales": Launch(blocks={"BLOCK": 1024}),
     "decode_scales": Launch(blocks={"BLOCK": 1024}),
     "read": Launch(warps=1, blocks={"BLOCK_TOKENS": 16}, programs=16, most_tiles=16),
-    "attend": Launch(warps=4, stages=2, blocks={"BLOCK_QUERIES": 64, "BLOCK_TOKENS": 64}, programs=2, least_tiles=8),
-    "attend_wide": Launch(
-        warps=8, stages=2, blocks={"BLOCK_QUERIES": 64, "BLOCK_TOKENS": 32}, programs=1, least_tiles=16
-    ),
+    "attend": Launch(warps=8, blocks={"BLOCK_QUERIES": 128, "BLOCK_TOKENS": 32}, programs=1, least_tiles=16),
+    "attend_wide": Launch(warps=8, blocks={"BLOCK_QUERIES": 64, "BLOCK_TOKENS": 16}, programs=1, least_tiles=32),
     "merge_attention": Launch(blocks={"BLOCK_QUERIES": 16}),
     "magnitude": Launch(blocks={"TILE": 64}, programs=8),
     "frame": Launch(blocks={"ROWS": 32}),
@@ -94,6 +92,25 @@ LAUNCHES: Mapping[str, Launch] = {
     "rank_centroids": Launch(warps=8, stages=1, blocks={"TILE": 64}, programs=4),
     "rank_centroids_streamed": Launch(warps=4, stages=2, blocks={"TILE": 64, "BLOCK_K": 32}, programs=8),
 }
+
+
+MOST_ATTENDED_CHANNELS = 256
+"""Head dimensions up to which attention from the packed cache fits into a processor."""
+
+MOST_PACKED_ROWS = 0
+"""Query rows per KV head up to which attention from the packed cache is faster than reading and attending.
+
+It reconstructs keys and values again for every block of rows, a read does so once. 0: not measured to be faster anywhere.
+"""
+
+
+def packed_attention_pays(rows: int, channels: int) -> bool:
+    """Whether attention from the packed cache is faster, for as many query rows per KV head and channels.
+
+    >>> packed_attention_pays(MOST_PACKED_ROWS + 1, 128)
+    False
+    """
+    return rows <= MOST_PACKED_ROWS and channels <= MOST_ATTENDED_CHANNELS
 
 
 @cache

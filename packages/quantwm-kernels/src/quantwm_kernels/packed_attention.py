@@ -22,7 +22,7 @@ from quantwm_core.domain import BF16
 from quantwm_core.errors import DeviceError, DtypeError, ShapeError
 from quantwm_core.method import decode_tensor
 from quantwm_kernels.bridge import check_detached, owned, to_numpy
-from quantwm_kernels.launch import LAUNCHES, Launch, processors
+from quantwm_kernels.launch import LAUNCHES, MOST_ATTENDED_CHANNELS, Launch, processors
 from quantwm_kernels.reading import Part, ReadPlan, check_tables, eight, merged
 from quantwm_kernels.recipe import Form, Recipe
 from quantwm_kernels.sealing import ACCEPTED
@@ -30,7 +30,6 @@ from quantwm_kernels.sealing import ACCEPTED
 Pair = tuple[Tensor, Tensor]
 """Keys and values of plain tokens."""
 
-MOST_CHANNELS = 256
 # An active chunk is new memory in every denoising step; tables of the last ones are worth keeping, not those of a video.
 MOST_TABLES = 64
 WIDE_CHANNELS = 128
@@ -157,8 +156,8 @@ def checked_sizes(queries: Tensor, plan: ReadPlan, exact: Sequence[Pair]) -> tup
     fits = queries.ndim == 4 and (queries.shape[0], queries.shape[3]) == (batch, channels)
     if not fits or queries.shape[1] % heads:
         raise ShapeError(f"queries: got {tuple(queries.shape)}, need [{batch}, multiple of {heads}, T, {channels}]")
-    if max(channels, value_channels) > MOST_CHANNELS:
-        raise ShapeError(f"head dimensions {channels} and {value_channels}: need at most {MOST_CHANNELS}")
+    if max(channels, value_channels) > MOST_ATTENDED_CHANNELS:
+        raise ShapeError(f"head dimensions {channels} and {value_channels}: need at most {MOST_ATTENDED_CHANNELS}")
     return batch, heads, channels, value_channels
 
 

@@ -6,19 +6,21 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
+import torch
 from jaxtyping import BFloat16, Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from quantwm_core.errors import DtypeError, ParameterError, ShapeError, StateError
+from quantwm_core.errors import DtypeError, ParameterError, ShapeError, StateError, lookup
 from quantwm_core.method import Scheme
 from quantwm_core.method import scheme as make_scheme
 from quantwm_core.stream import Stream
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import SealedChunk, storage_nbytes
-from quantwm_kernels.launch import check_served
+from quantwm_kernels.launch import check_served, packed_attention_pays
+from quantwm_kernels.packed_attention import attend_packed
 from quantwm_kernels.reading import ReadPlan
 from quantwm_kernels.statistics import second_moment
 from quantwm_models.causality import CausalQueries
@@ -27,6 +29,9 @@ from quantwm_models.geometry import ACCEPTED, Geometry, copied_chunk
 from quantwm_models.observer import CacheObserver
 from quantwm_models.report import CacheReport
 from quantwm_models.workspace import Segment, Workspace
+
+AttentionPath = Literal["auto", "packed", "decoded"]
+"""How :meth:`LayerCache.attend` attends: from the packed cache, after reading it, or as is faster."""
 
 # Different ranges that a host reads in turn between two chunks.
 MOST_PLANS = 8
@@ -44,6 +49,8 @@ class LayerCache:
         window: Live tokens at most, sink and active chunk included; None keeps all.
         workspace: Memory for reads; pass one to all layers, or each gets its own.
         observers: See :class:`quantwm_models.observer.CacheObserver`.
+        attention: How :meth:`attend` attends. ``"packed"`` reconstructs keys and values tile by tile and needs no workspace;
+            ``"decoded"`` reads them and calls torch's attention; ``"auto"`` takes what is faster.
         parameters: Settings of the scheme when ``scheme`` is a name: ``rank=16``, ``values="bf16"``, ``decay=0.9``.
 
     >>> import torch
@@ -69,8 +76,10 @@ class LayerCache:
         window: int | None = None,
         workspace: Workspace | None = None,
         observers: Sequence[CacheObserver] = (),
+        attention: AttentionPath = "auto",
         **parameters: Any,
     ) -> None:
+        lookup("attention", attention, get_args(AttentionPath))
         if isinstance(scheme, Scheme) and parameters:
             raise ParameterError(
                 f"parameters {sorted(parameters)} beside a ready scheme; give them to scheme() instead"
@@ -78,6 +87,7 @@ class LayerCache:
         self.scheme = scheme if isinstance(scheme, Scheme) else make_scheme(scheme, **parameters)
         self.layer = layer
         self.observers = list(observers)
+        self.attention = attention
         self.workspace = Workspace() if workspace is None else workspace
         self.workspace.reserve(window or 0)
         # A method that states that it uses no queries is spared their statistics.
@@ -246,6 +256,8 @@ class LayerCache:
         Raises:
             QuantWMError: As :meth:`observe` and :meth:`read`.
         """
+        if self._attends_packed(queries):
+            return self._attend_packed(queries, start, stop)
         keys, values = self.read(start, stop)
         self.observe(queries)
         grouped = queries.shape[1] != keys.shape[1]
@@ -322,6 +334,30 @@ class LayerCache:
         if self._geometry is None:
             raise StateError("the cache is empty; append keys and values first")
         return self._geometry
+
+    def _attends_packed(self, queries: Tensor) -> bool:
+        """Whether to attend from the packed cache; where queries are no BF16 or somebody looks on, only if told to."""
+        if self.attention != "auto":
+            return self.attention == "packed"
+        if self.observers or self._geometry is None or not queries.is_cuda or queries.dtype is not torch.bfloat16:
+            return False
+        rows = queries[0, :, :, 0].numel() // self._geometry.heads
+        return packed_attention_pays(rows, max(self._geometry.key_channels, self._geometry.value_channels))
+
+    def _attend_packed(self, queries: Tensor, start: int | None, stop: int | None) -> Tensor:
+        with self._located():
+            batch, heads, *channels, device = self._known()
+            segments = self._contents.segments(0 if start is None else start, self.tokens if stop is None else stop)
+            exact = [(keys, values) for _, keys, values in self._contents.plain(segments)]
+            if not segments:  # an empty range, of which nothing else tells the sizes
+                shapes = [(batch, heads, 0, count) for count in channels]
+                keys, values = (torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
+                exact = [(keys, values)]
+            attended = attend_packed(queries, self._plan_of(segments), exact)
+        self.observe(queries)
+        if self.observers:
+            self.tell_attended(queries, *self.read(start, stop), start, stop)
+        return attended.output.to(queries.dtype)
 
     def _fill(self, segments: tuple[Segment, ...], keys: Tensor, values: Tensor) -> None:
         """Bring the workspace's views to hold ``segments``; leading ones that are there already are kept."""

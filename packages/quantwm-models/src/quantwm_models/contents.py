@@ -169,13 +169,18 @@ class Contents:
 
     def write_exact(self, segments: Sequence[Segment], keys: Tensor, values: Tensor) -> None:
         """Copy those of ``segments`` that are BF16 to their places in ``keys`` and ``values``, ``[B, H, .., D]``."""
+        for place, exact_keys, exact_values in self.plain(segments):
+            keys[:, :, place].copy_(exact_keys)
+            values[:, :, place].copy_(exact_values)
+
+    def plain(self, segments: Sequence[Segment]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Those of ``segments`` that are BF16: place among all of them, keys and values ``[B, H, n, D]``."""
         pieces = {piece.serial: piece for piece in self.exact}
         for (serial, start, stop), begin in placed(segments):
             if serial in pieces:
-                piece, place = pieces[serial], slice(begin, begin + stop - start)
+                piece = pieces[serial]
                 inside = slice(start - piece.span.start, stop - piece.span.start)
-                keys[:, :, place].copy_(piece.keys[:, :, inside])
-                values[:, :, place].copy_(piece.values[:, :, inside])
+                yield slice(begin, begin + stop - start), piece.keys[:, :, inside], piece.values[:, :, inside]
 
     def gone(self, later: Contents) -> tuple[Span, ...]:
         """Absolute tokens that were live here and are not in ``later``."""

@@ -257,7 +257,7 @@ def attend(
     slot = 0
     with on_device(queries, "queries"):
         for each in passes:
-            fixed = prepared(each, plain_aligned=not (numbers | sizes[2] | channels) % 8, divided=parts > 1)
+            fixed = _fixed(each, plain_aligned=not (numbers | sizes[2] | channels) % 8, divided=parts > 1)
             blocks = triton.cdiv(rows, each.launch.blocks["BLOCK_QUERIES"])
             attend_kernel[blocks, batch * heads, each.parts](
                 each.table, queries, target, log_sum, peaks, totals, slot, heads, rows, count, scale * LOG2_E, FOUR_BITS,
@@ -273,7 +273,7 @@ def attend(
     return Attended(output, log_sum)
 
 
-def prepared(each: Pass, *, plain_aligned: bool, divided: bool) -> dict[str, int]:
+def _fixed(each: Pass, *, plain_aligned: bool, divided: bool) -> dict[str, int]:
     """Compile-time arguments of a pass."""
     key = (plain_aligned, divided)
     if key not in each.prepared:
