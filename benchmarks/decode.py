@@ -208,11 +208,16 @@ def environment() -> dict[str, Any]:
     }
 
 
+def keep(line: dict[str, Any], results: Path) -> None:
+    """Add a measurement to a file of results."""
+    results.parent.mkdir(exist_ok=True)
+    with results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 def report(line: dict[str, Any]) -> None:
     """Show a measurement and keep it."""
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    keep(line, RESULTS)
     launch = " ".join(f"{name}={value}" for name, value in line["launch"].items())
     print(
         f"{line['shape']:17} {line['method']:8} {1e3 * line['seconds']:8.4f} ms  {line['nbytes'] / 2**20:7.1f} MiB  "
