@@ -12,8 +12,9 @@ from torch import Tensor
 
 import quantwm_kernels
 from quantwm_core import methods as core_methods
+from quantwm_core.method import scheme as make_scheme
 from quantwm_kernels import affine, codebook, psac, scales, statistics
-from quantwm_kernels.methods import seal
+from quantwm_kernels.methods import seal, seal_chunk
 
 NAMESPACE = "quantwm"
 
@@ -70,6 +71,17 @@ def _decode_psac(threshold: float) -> Call:
     return Call((*psac.encode(*_psac(threshold).arguments), 70, 5, 69))
 
 
+def _attend_packed() -> Call:
+    units = [
+        seal_chunk(make_scheme(method), normal(1, 2, 12, 8, seed=seed), normal(1, 2, 12, 8, seed=seed + 1))
+        for seed, method in enumerate(("rtn", "quantwm"))
+    ]
+    sealed = [tensor for unit in units for each in (unit.keys, unit.values) for tensor in each.arrays.values()]
+    text = json.dumps([(unit.keys.specification, unit.values.specification, 2, 11) for unit in units])
+    queries = normal(1, 5, 4, 8).transpose(1, 2).bfloat16()
+    return Call((queries, sealed, [normal(1, 2, 3, 8, dtype=torch.bfloat16) for _ in range(2)], text, 0.3))
+
+
 def _choose(metric: bool) -> Call:
     keys = normal(1, 2, 30, 8)
     table = codebook.fit(keys, 6)
@@ -101,6 +113,7 @@ CALLS: dict[str, tuple[Callable[[], Call], ...]] = {
     "encode_psac": (lambda: _psac(0.0), lambda: _psac(1.0)),
     "decode_psac": (lambda: _decode_psac(0.0), lambda: _decode_psac(1.0)),
     "attend": (lambda: Call((normal(1, 4, 5, 8), normal(1, 2, 7, 8), normal(1, 2, 7, 8, seed=1))),),
+    "attend_packed": (_attend_packed,),
     "attention_logits": (lambda: Call((normal(1, 4, 5, 8), normal(1, 2, 7, 8))),),
     "logit_error": (lambda: Call((normal(2, 5, 7), normal(2, 5, 7, seed=1))),),
     "selection_shift": (lambda: Call((normal(2, 5, 7), normal(2, 5, 7, seed=1), 2)),),

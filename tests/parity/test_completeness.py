@@ -45,6 +45,7 @@ WITHOUT_NAMESAKE = {
     "methods.decode_into": "core returns an array, a workspace is written in place",
     "methods.seal": "a method of core's Method, which here is a function",
     "methods.seal_chunk": "a method of core's Scheme, which here is a function",
+    "chunk.described": "what a list of tensors and what travels beside it make together",
     "chunk.description": "what travels beside a list of tensors",
     "chunk.storage_nbytes": "a tensor's storage may exceed the tensor",
 }

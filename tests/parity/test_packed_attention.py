@@ -381,6 +381,34 @@ def test_a_cuda_graph_replays_attention_over_what_was_overwritten(gpu: torch.dev
 
 
 @pytest.mark.gpu
+def test_it_compiles_into_a_graph_without_a_break(gpu: torch.device) -> None:
+    plan, queries, plain, judge = on_a_gpu(gpu)
+
+    @torch.compile(fullgraph=True)
+    def attend(asked: Tensor, keys: Tensor, values: Tensor) -> Attended:
+        return attend_packed(asked + 0, plan, [(keys, values)])
+
+    for pair in (plain, *pairs(200, channels=128), plain):
+        moved = pair[0].to(gpu), pair[1].to(gpu)
+        judge(attend(queries, *moved), moved)
+
+
+@pytest.mark.gpu
+def test_opcheck_of_attend_packed(gpu: torch.device) -> None:
+    plan, queries, plain, _ = on_a_gpu(gpu)
+    sealed = [
+        tensor
+        for each in plan.pieces
+        for half in (each.chunk.keys, each.chunk.values)
+        for tensor in half.arrays.values()
+    ]
+    # The schema check compares inputs with allclose, which E4M3 does not have.
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    arguments = (queries, sealed, list(plain), plan.specification, 0.1)
+    torch.library.opcheck(torch.ops.quantwm.attend_packed.default, arguments, test_utils=checks)
+
+
+@pytest.mark.gpu
 def test_attention_without_tables_is_refused_while_a_graph_is_captured(gpu: torch.device) -> None:
     plan, queries, plain, _ = on_a_gpu(gpu)
     torch.cuda.synchronize()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,6 +39,15 @@ def description(
 ) -> dict[str, Any]:
     """What must be said about a sealed tensor beside its arrays, as JSON can say it."""
     return {"method": method, "parameters": dict(parameters), "shape": list(shape), "names": list(names)}
+
+
+def described(told: Mapping[str, Any], arrays: Sequence[Tensor]) -> dict[str, Any]:
+    """Fields of the sealed tensor that a description and a flat list of arrays make together."""
+    shape = cast("tuple[int, int, int, int]", tuple(told["shape"]))
+    named = dict(zip(told["names"], arrays, strict=True))
+    return {
+        "method": told["method"], "parameters": told["parameters"], "shape": shape, "arrays": named,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ Sealed rows are those of :mod:`quantwm_kernels.recipe`; that of a plain tensor i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import json
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -22,8 +24,9 @@ from quantwm_core.domain import BF16
 from quantwm_core.errors import DeviceError, DtypeError, ShapeError
 from quantwm_core.method import decode_tensor
 from quantwm_kernels.bridge import check_detached, owned, to_numpy
+from quantwm_kernels.chunk import SealedChunk, SealedTensor, described
 from quantwm_kernels.launch import LAUNCHES, MOST_ATTENDED_CHANNELS, Launch, processors
-from quantwm_kernels.reading import Part, ReadPlan, check_tables, eight, merged
+from quantwm_kernels.reading import Part, Piece, ReadPlan, check_tables, eight, merged
 from quantwm_kernels.recipe import Form, Recipe
 from quantwm_kernels.sealing import ACCEPTED
 
@@ -35,6 +38,8 @@ MOST_TABLES = 64
 WIDE_CHANNELS = 128
 # A graph replays with the tables it captured, and nobody else would keep those.
 _captured: list[tuple[Pass, ...]] = []
+# Tables of plans that come to the operator in parts; they hold what their key says, and serve whenever it comes again.
+_tables: dict[tuple[str | int, ...], dict[Hashable, tuple[Pass, ...]]] = {}
 
 
 class Leading(IntEnum):
@@ -83,6 +88,63 @@ class Pass:
     prepared: dict[tuple[bool, bool], dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
 
 
+@torch.library.custom_op("quantwm::attend_packed", mutates_args=())
+def _attend(
+    queries: Tensor, arrays: Sequence[Tensor], plain: Sequence[Tensor], specification: str, scale: float
+) -> tuple[Tensor, Tensor]:
+    plan, exact = _restored(arrays, specification), _paired(plain)
+    return _on_cpu(queries, plan, exact, scale)
+
+
+@_attend.register_kernel("cuda")
+def _(
+    queries: Tensor, arrays: Sequence[Tensor], plain: Sequence[Tensor], specification: str, scale: float
+) -> tuple[Tensor, Tensor]:
+    for tensor in arrays:
+        check_detached(tensor, "sealed array")
+    plan, exact = _restored(arrays, specification), _paired(plain)
+    known: tuple[str | int, ...] = (specification, *(tensor.data_ptr() for tensor in arrays))
+    if known not in _tables and len(_tables) >= MOST_TABLES:
+        _tables.clear()
+    plan.tables = _tables.setdefault(known, {})
+    return run(queries, plan, exact, checked_sizes(queries, plan, exact), scale)
+
+
+@_attend.register_fake
+def _(
+    queries: Tensor, arrays: Sequence[Tensor], plain: Sequence[Tensor], specification: str, scale: float
+) -> tuple[Tensor, Tensor]:
+    del scale
+    sizes = _restored(arrays, specification).sizes
+    channels = plain[1].shape[3] if sizes is None else sizes[3]
+    batch, heads, count, _ = queries.shape
+    return output_like(queries, channels), queries.new_empty((batch, heads, count), dtype=torch.float32)
+
+
+def _restored(arrays: Sequence[Tensor], specification: str) -> ReadPlan:
+    """A plan of its specification and arrays."""
+    rest, pieces = iter(arrays), []
+    for *texts, start, stop in json.loads(specification):
+        told = [json.loads(text) for text in texts]
+        keys, values = (
+            SealedTensor(**described(each, list(itertools.islice(rest, len(each["names"]))))) for each in told
+        )
+        pieces.append(Piece(SealedChunk(keys, values), start, stop, 0))
+    return ReadPlan(pieces)
+
+
+def _paired(plain: Sequence[Tensor]) -> list[Pair]:
+    return list(zip(plain[::2], plain[1::2], strict=True))
+
+
+def output_like(queries: Tensor, channels: int) -> Tensor:
+    """Empty BF16 ``[B, Hq, T, channels]`` in the memory order of the queries: heads or tokens first."""
+    batch, heads, count, _ = queries.shape
+    if queries.stride(1) < queries.stride(2):
+        return queries.new_empty((batch, count, heads, channels), dtype=torch.bfloat16).transpose(1, 2)
+    return queries.new_empty((batch, heads, count, channels), dtype=torch.bfloat16)
+
+
 def attend_packed(
     queries: Float[Tensor, "batch query_heads queries channels"],
     plan: ReadPlan,
@@ -119,6 +181,15 @@ def attend_packed(
     """
     sizes = checked_sizes(queries, plan, exact)
     factor = queries.shape[3] ** -0.5 if scale is None else scale
+    if torch.compiler.is_compiling():
+        sealed = [
+            tensor
+            for piece in plan.pieces
+            for each in (piece.chunk.keys, piece.chunk.values)
+            for tensor in each.arrays.values()
+        ]
+        plain = [tensor for pair in exact for tensor in pair]
+        return Attended(*_attend(queries, sealed, plain, plan.specification, factor))
     if queries.is_cuda:
         return run(queries, plan, exact, sizes, factor)
     return _on_cpu(queries, plan, exact, factor)
@@ -172,19 +243,12 @@ def _on_cpu(queries: Tensor, plan: ReadPlan, exact: Sequence[Pair], scale: float
         for place, kind in enumerate(("keys", "values"))
     )
     rounded = to_numpy(queries, "queries").astype(BF16).astype(np.float32)
+    result = output_like(queries, values.shape[3])
     if keys.shape[2] == 0:
-        output = np.zeros((*rounded.shape[:3], values.shape[3]), BF16)
-        return Attended(owned(output), owned(np.full(rounded.shape[:3], -np.inf, np.float32)))
+        return Attended(result.zero_(), owned(np.full(rounded.shape[:3], -np.inf, np.float32)))
     scaled = rounded * np.float32(scale * rounded.shape[3] ** 0.5)
-    output = core.attend(scaled, keys, values).astype(BF16)
-    return Attended(like(queries, owned(output)), owned(core.log_sum_exp(core.logits(scaled, keys))))
-
-
-def like(queries: Tensor, output: Tensor) -> Tensor:
-    """``output`` ``[B, Hq, T, D]`` in the memory order of the queries: heads or tokens first."""
-    if queries.stride(1) < queries.stride(2):
-        return output.transpose(1, 2).contiguous().transpose(1, 2)
-    return output
+    result.copy_(owned(core.attend(scaled, keys, values)))
+    return Attended(result, owned(core.log_sum_exp(core.logits(scaled, keys))))
 
 
 def run(

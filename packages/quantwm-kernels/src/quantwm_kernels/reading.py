@@ -6,6 +6,7 @@ denoising step, so it makes a :class:`ReadPlan` when a chunk was sealed or evict
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -86,6 +87,7 @@ class ReadPlan:
     Attributes:
         pieces: What is read.
         tokens: Tokens that a workspace must have.
+        specification: All but places and arrays as text, which an operator takes.
         tables: What :mod:`quantwm_kernels.packed_attention` keeps to attend to the same tokens.
 
     Args:
@@ -118,6 +120,8 @@ class ReadPlan:
         self._sizes = {
             kind: _common_sizes(kind, [getattr(piece.chunk, kind) for piece in self.pieces]) for kind in KINDS
         }
+        texts = [(each.chunk.keys.specification, each.chunk.values.specification, *each[1:3]) for each in self.pieces]
+        self.specification = json.dumps(texts)
         self.tables: dict[Hashable, tuple[Pass, ...]] = {}
         self._launch = launch
         self._batches: tuple[Batch, ...] | None = None

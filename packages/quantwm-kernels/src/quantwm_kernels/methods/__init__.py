@@ -26,7 +26,7 @@ from quantwm_core.errors import DeviceError, DtypeError, RangeError, ShapeError,
 from quantwm_core.method import Method, Scheme, decode_tensor
 from quantwm_kernels import reading
 from quantwm_kernels.bridge import check_detached, owned, to_numpy
-from quantwm_kernels.chunk import SealedChunk, SealedTensor, description
+from quantwm_kernels.chunk import SealedChunk, SealedTensor, described, description
 from quantwm_kernels.launch import check_available
 from quantwm_kernels.sealing import ACCEPTED, Asked, PendingChunk, PendingTensors, Sealed
 from quantwm_kernels.statistics import QueryMoment
@@ -58,7 +58,7 @@ def _seal(
     known = None
     if moment is not None:
         known = core_statistics.QueryMoment(to_numpy(moment, f"{label}, query moment"), moment_queries)
-    before = SealedTensor(**_described(asked["previous"], previous)).to_core() if asked["previous"] else None
+    before = SealedTensor(**described(asked["previous"], previous)).to_core() if asked["previous"] else None
     sealed = method.seal(kind, exact, known, before)
     names = method.array_names(kind)
     if strangers := sealed.arrays.keys() - set(names):
@@ -77,7 +77,7 @@ def _(
     asked = json.loads(specification)
     method = methods.get(asked["method"], **asked["parameters"])
     known = None if moment is None else QueryMoment(moment, moment_queries)
-    before = SealedTensor(**_described(asked["previous"], previous)) if asked["previous"] else None
+    before = SealedTensor(**described(asked["previous"], previous)) if asked["previous"] else None
     (sealed,) = _begin([Asked(method, asked["kind"], values, asked["label"], before)], known).wait()
     names = {dtype: name for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
     layout = {name: (names[array.dtype], tuple(array.shape)) for name, array in sealed.arrays.items()}
@@ -101,7 +101,7 @@ def _(
 
 @torch.library.custom_op("quantwm::decode", mutates_args=("out",))
 def _decode(arrays: Sequence[Tensor], specification: str, out: Tensor, start: int, stop: int) -> None:
-    sealed = SealedTensor(**_described(json.loads(specification), arrays))
+    sealed = SealedTensor(**described(json.loads(specification), arrays))
     target = to_numpy(out, "workspace")
     np.copyto(target, decode_tensor(sealed.to_core(), start, stop))
 
@@ -111,7 +111,7 @@ def _(arrays: Sequence[Tensor], specification: str, out: Tensor, start: int, sto
     check_detached(out, "workspace")
     for tensor in arrays:
         check_detached(tensor, "sealed array")
-    sealed = SealedTensor(**_described(json.loads(specification), arrays))
+    sealed = SealedTensor(**described(json.loads(specification), arrays))
     reading.read_single(sealed, out, start, stop)
 
 
@@ -170,7 +170,7 @@ def seal(
     arrays = [
         by_name[name].view(getattr(torch, dtype)).view(shape) for name, (dtype, shape) in answer["layout"].items()
     ]
-    return SealedTensor(**_described(answer, arrays))
+    return SealedTensor(**described(answer, arrays))
 
 
 def decode_into(
@@ -307,12 +307,3 @@ def _answer(sealed: SealedTensor | core_chunk.SealedTensor, layout: Mapping[str,
     """Specification of a sealed tensor, and number format and shape of each array, as the bytes of a text."""
     told = description(sealed.method, sealed.parameters, sealed.shape, sealed.arrays)
     return np.frombuffer(json.dumps({**told, "layout": layout}).encode(), np.uint8)
-
-
-def _described(description: Mapping[str, Any], arrays: Sequence[Tensor]) -> dict[str, Any]:
-    """Fields of the sealed tensor that a description and a flat list of arrays make together."""
-    shape = cast("tuple[int, int, int, int]", tuple(description["shape"]))
-    named = dict(zip(description["names"], arrays, strict=True))
-    return {
-        "method": description["method"], "parameters": description["parameters"], "shape": shape, "arrays": named,
-    }  # fmt: skip

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantwm_kernels.launch import LAUNCHES, on_device
-from quantwm_kernels.packed_attention import Attended, Leading, Pair, Pass
+from quantwm_kernels.packed_attention import Attended, Leading, Pair, Pass, output_like
 from quantwm_kernels.recipe import Field
 from quantwm_kernels.triton.clustered import FOUR_BITS, halves_at
 from quantwm_kernels.triton.domain import MATRIX_DTYPE, to_bf16
@@ -239,10 +239,7 @@ def attend(
     batch, heads, _, channels = sizes
     query_heads, count = queries.shape[1:3]
     rows, parts = query_heads // heads * count, sum(each.parts for each in passes)
-    token_major = queries.stride(1) < queries.stride(2)
-    shape = (batch, count, query_heads, channels) if token_major else (batch, query_heads, count, channels)
-    out = queries.new_empty(shape)
-    output = out.transpose(1, 2) if token_major else out
+    output = output_like(queries, channels)
     log_sum = queries.new_empty((batch, query_heads, count), dtype=torch.float32)
     if rows == 0:
         return Attended(output, log_sum)
