@@ -5,10 +5,11 @@ import torch
 
 from quantwm_core import attention as core
 from quantwm_core.method import scheme
+from quantwm_kernels.attention_passes import shared
 from quantwm_kernels.bridge import to_numpy
 from quantwm_kernels.chunk import SealedChunk
 from quantwm_kernels.methods import seal_chunk
-from quantwm_kernels.packed_attention import attend_packed, shared
+from quantwm_kernels.packed_attention import attend_packed
 from quantwm_kernels.reading import Piece, ReadPlan
 from tests.kernels.operators import normal
 

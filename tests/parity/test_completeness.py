@@ -24,6 +24,7 @@ MODULES = {
 }
 # What exists only because tensors do.
 WITHOUT_NAMESAKE = {
+    "attention_passes": "many units in one launch",
     "bridge": "crosses between torch and NumPy",
     "launch": "NumPy launches nothing",
     "dense_attention": "attention, in torch",

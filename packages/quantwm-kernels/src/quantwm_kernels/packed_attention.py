@@ -1,8 +1,6 @@
 """Softmax attention over sealed units and plain BF16 tokens, without writing the units' keys and values to memory.
 
-On a GPU it is one launch for units of one kind, led by a table: four words per program along the third axis of the
-grid (:class:`Leading`), entries of four words (offsets of a key row and a value row, first token, end), and the rows.
-Sealed rows are those of :mod:`quantwm_kernels.recipe`; that of a plain tensor is its address and three strides.
+On a GPU it is one launch for units of one kind, led by a table (:mod:`quantwm_kernels.attention_passes`).
 """
 
 from __future__ import annotations
@@ -10,8 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +19,11 @@ from quantwm_core import attention as core
 from quantwm_core.domain import BF16
 from quantwm_core.errors import DeviceError, DtypeError, ShapeError
 from quantwm_core.method import decode_tensor
+from quantwm_kernels.attention_passes import Pass, Plain, passes
 from quantwm_kernels.bridge import check_detached, owned, to_numpy
-from quantwm_kernels.chunk import SealedChunk, SealedTensor, described
+from quantwm_kernels.chunk import KINDS, SealedChunk, SealedTensor, described
 from quantwm_kernels.launch import LAUNCHES, MOST_ATTENDED_CHANNELS, Launch, processors
-from quantwm_kernels.reading import Part, Piece, ReadPlan, check_tables, eight, merged
-from quantwm_kernels.recipe import Form, Recipe
+from quantwm_kernels.reading import Piece, ReadPlan
 from quantwm_kernels.sealing import ACCEPTED
 
 Pair = tuple[Tensor, Tensor]
@@ -39,16 +35,7 @@ WIDE_CHANNELS = 128
 # A graph replays with the tables it captured, and nobody else would keep those.
 _captured: list[tuple[Pass, ...]] = []
 # Tables of plans that come to the operator in parts; they hold what their key says, and serve whenever it comes again.
-_tables: dict[tuple[str | int, ...], dict[Hashable, tuple[Pass, ...]]] = {}
-
-
-class Leading(IntEnum):
-    """Words that lead a program: where its entries begin and end, sealed ones first."""
-
-    SEALED_BEGIN = 0
-    SEALED_END = 1
-    EXACT_BEGIN = 2
-    EXACT_END = 3
+_tables: dict[Hashable, dict[Hashable, tuple[Pass, ...]]] = {}
 
 
 class Attended(NamedTuple):
@@ -62,30 +49,6 @@ class Attended(NamedTuple):
 
     output: Tensor
     log_sum_exp: Tensor
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What one launch attends to.
-
-    Attributes:
-        keys, values: What is compiled in.
-        table: int64, as the module says.
-        parts: Among how many programs the tokens are divided.
-        eight: Whether eight channels at a time can be decoded.
-        aligned: Whether the arrays are.
-        launch: Sizes and warps.
-        prepared: Compile-time arguments, filled by the launcher.
-    """
-
-    keys: Recipe
-    values: Recipe
-    table: Tensor
-    parts: int
-    eight: bool
-    aligned: bool
-    launch: Launch
-    prepared: dict[tuple[bool, bool], dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
 
 
 @torch.library.custom_op("quantwm::attend_packed", mutates_args=())
@@ -103,7 +66,7 @@ def _(
     for tensor in arrays:
         check_detached(tensor, "sealed array")
     plan, exact = _restored(arrays, specification), _paired(plain)
-    known: tuple[str | int, ...] = (specification, *(tensor.data_ptr() for tensor in arrays))
+    known = (specification, tuple((tensor.data_ptr(), *tensor.shape) for tensor in arrays))
     if known not in _tables and len(_tables) >= MOST_TABLES:
         _tables.clear()
     plan.tables = _tables.setdefault(known, {})
@@ -205,7 +168,7 @@ def checked_sizes(queries: Tensor, plan: ReadPlan, exact: Sequence[Pair]) -> tup
     if queries.dtype not in ACCEPTED:
         raise DtypeError(f"queries: got {queries.dtype}, need torch.bfloat16, float16 or float32")
     for number, pair in enumerate(exact):
-        for kind, tensor in zip(("keys", "values"), pair, strict=True):
+        for kind, tensor in zip(KINDS, pair, strict=True):
             check_detached(tensor, f"plain {kind} {number}")
             if tensor.dtype is not torch.bfloat16:
                 raise DtypeError(f"plain {kind} {number}: got {tensor.dtype}, need torch.bfloat16")
@@ -240,7 +203,7 @@ def _on_cpu(queries: Tensor, plan: ReadPlan, exact: Sequence[Pair], scale: float
             + [to_numpy(pair[place], kind) for pair in exact],
             axis=2,
         )
-        for place, kind in enumerate(("keys", "values"))
+        for place, kind in enumerate(KINDS)
     )
     rounded = to_numpy(queries, "queries").astype(BF16).astype(np.float32)
     result = output_like(queries, values.shape[3])
@@ -264,104 +227,18 @@ def run(
     rows = queries.shape[1] // sizes[1] * queries.shape[2]
     blocks = sizes[0] * sizes[1] * -(-rows // chosen.blocks["BLOCK_QUERIES"])
     wanted = max(1, chosen.programs * processors(queries.device) // max(blocks, 1))
-    known = tuple((tensor.data_ptr(), tensor.shape[2], *tensor.stride()[:3]) for pair in plain for tensor in pair)
-    key = (known, wanted, chosen.blocks["BLOCK_TOKENS"], queries.device)
-    passes = plan.tables.get(key)
-    if passes is None:
+    known = tuple((Plain.of(keys), Plain.of(values)) for keys, values in plain)
+    key = (known, wanted, queries.device, None if launch is None else repr(launch))
+    found = plan.tables.get(key)
+    if found is None:
+        found = passes(plan.pieces, known, sizes[2:], wanted, queries.device, chosen)
         if len(plan.tables) >= MOST_TABLES:
             plan.tables.clear()
-        passes = plan.tables[key] = _passes(plan, known, sizes, wanted, queries.device, chosen)
+        plan.tables[key] = found
     if queries.is_cuda and torch.cuda.is_current_stream_capturing():
-        _captured.append(passes)
-    return kernels.attend(passes, asked, plain, sizes, scale)
+        _captured.append(found)
+    return kernels.attend(found, asked, plain, sizes, scale)
 
 
 def _consecutive(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
-def _passes(
-    plan: ReadPlan, plain: Sequence[tuple[int, ...]], sizes: tuple[int, ...], wanted: int, device: torch.device, launch: Launch
-) -> tuple[Pass, ...]:  # fmt: skip
-    """Tables for units and plain tensors, whose keys and values follow each other in ``plain``."""
-    pairs = [
-        tuple(Part(getattr(piece.chunk, kind).row, piece.start, piece.stop, 0) for kind in ("keys", "values"))
-        for piece in plan.pieces
-        if piece.stop > piece.start
-    ]
-    check_tables([part.row for pair in pairs for part in pair], device)
-    recipes = zip(*(merged([pair[place].row.recipe for pair in pairs]) for place in (0, 1)), strict=True)
-    groups: dict[tuple[Recipe, Recipe], list[tuple[Part, ...]]] = {}
-    for kinds, pair in zip(recipes, pairs, strict=True):
-        groups.setdefault(kinds, []).append(pair)
-    groups = groups or {(Recipe(Form.EXACT, sizes[2]), Recipe(Form.EXACT, sizes[3])): []}
-    block, last = launch.blocks["BLOCK_TOKENS"], list(groups)[-1]
-    every = sum(_tiles(pair[0].stop - pair[0].start, block) for pair in pairs)
-    every += sum(_tiles(words[1], block) for words in plain[::2])
-    made = []
-    for kinds, members in groups.items():
-        items = [(pair[0].row.words, pair[1].row.words, pair[0].start, pair[0].stop) for pair in members]
-        own = (
-            []
-            if kinds != last
-            else [(k[:1] + k[2:], v[:1] + v[2:], 0, k[1]) for k, v in zip(plain[::2], plain[1::2], strict=True)]
-        )
-        tiles = sum(_tiles(stop - start, block) for _, _, start, stop in items + own)
-        parts = max(1, min(wanted * tiles // max(every, 1), tiles // launch.least_tiles))
-        table = torch.tensor(_table(items, own, parts, block), dtype=torch.int64).to(device, non_blocking=True)
-        rows = [part.row for pair in members for part in pair]
-        made.append(Pass(*kinds, table, parts, all(map(eight, kinds)), all(row.aligned for row in rows), launch))
-    return tuple(made)
-
-
-Item = tuple[tuple[int, ...], tuple[int, ...], int, int]
-
-
-def _tiles(tokens: int, block: int) -> int:
-    return -(-tokens // block)
-
-
-def _table(sealed: Sequence[Item], plain: Sequence[Item], parts: int, block: int) -> list[int]:
-    """Words of a table: leading ones, entries, rows."""
-    shares = shared([stop - start for _, _, start, stop in (*sealed, *plain)], parts, block)
-    entries_begin = parts * len(Leading)
-    begin = entries_begin + 4 * sum(map(len, shares))
-    rows: list[int] = []
-    places = []
-    for keys, values, _, _ in (*sealed, *plain):
-        places.append((begin + len(rows), begin + len(rows) + len(keys)))
-        rows += (*keys, *values)
-    leads: list[int] = []
-    entries: list[int] = []
-    for share in shares:
-        here = entries_begin + len(entries)
-        between = here + 4 * sum(item < len(sealed) for item, _, _ in share)
-        leads += (here, between, between, here + 4 * len(share))
-        for item, first, stop in share:
-            start = (*sealed, *plain)[item][2]
-            entries += (*places[item], start + first, start + stop)
-    return leads + entries + rows
-
-
-def shared(lengths: Sequence[int], parts: int, block: int) -> list[list[tuple[int, int, int]]]:
-    """Deal out tiles of ``block`` tokens of several items evenly and in order.
-
-    Returns:
-        For each part ``(item, first token, end)``.
-
-    >>> shared([20, 5], 2, block=8)
-    [[(0, 0, 16)], [(0, 16, 20), (1, 0, 5)]]
-    """
-    tiles = [_tiles(length, block) for length in lengths]
-    total = sum(tiles)
-    shares = []
-    for part in range(parts):
-        low, high = part * total // parts, (part + 1) * total // parts
-        share, passed = [], 0
-        for item, count in enumerate(tiles):
-            begin, end = max(low - passed, 0), min(high - passed, count)
-            if begin < end:
-                share.append((item, begin * block, min(end * block, lengths[item])))
-            passed += count
-        shares.append(share)
-    return shares

@@ -23,7 +23,7 @@ from quantwm_kernels.launch import LAUNCHES, Launch, check_available, processors
 from quantwm_kernels.recipe import Field, Form, Recipe, Row
 
 if TYPE_CHECKING:
-    from quantwm_kernels.packed_attention import Pass
+    from quantwm_kernels.attention_passes import Pass
 
 _BY_CHANNEL_GROUPS = (Form.AFFINE, Form.SYMMETRIC)
 _TABLES = 1024

@@ -2,7 +2,7 @@
 
 A program takes a block of query rows of one KV head (the rows of all query heads that share it, one head after the
 other) and a part of the tokens, and folds one tile after the other into an online softmax. The table it is led by is
-described in :mod:`quantwm_kernels.packed_attention`. Where the tokens are divided among several programs, each leaves
+described in :mod:`quantwm_kernels.attention_passes`. Where the tokens are divided among several programs, each leaves
 its sums and its largest logit, and :func:`merge_kernel` joins them in order.
 """
 
@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantwm_kernels.attention_passes import WORDS_PER_ENTRY, Leading, Pass
 from quantwm_kernels.launch import LAUNCHES, on_device
-from quantwm_kernels.packed_attention import Attended, Leading, Pair, Pass, output_like
+from quantwm_kernels.packed_attention import Attended, Pair, output_like
 from quantwm_kernels.recipe import Field
 from quantwm_kernels.triton.clustered import FOUR_BITS, halves_at
 from quantwm_kernels.triton.domain import MATRIX_DTYPE, to_bf16
@@ -30,7 +31,7 @@ SEALED_BEGIN: tl.constexpr = tl.constexpr(int(Leading.SEALED_BEGIN))
 SEALED_END: tl.constexpr = tl.constexpr(int(Leading.SEALED_END))
 EXACT_BEGIN: tl.constexpr = tl.constexpr(int(Leading.EXACT_BEGIN))
 EXACT_END: tl.constexpr = tl.constexpr(int(Leading.EXACT_END))
-ENTRY_WORDS: tl.constexpr = tl.constexpr(4)
+ENTRY_WORDS: tl.constexpr = tl.constexpr(WORDS_PER_ENTRY)
 LOG2_E = 1.4426950408889634
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -41,8 +42,8 @@ def exact_tile(
 ):  # fmt: skip
     """BF16 ``[tokens, WIDE]`` of a plain tensor, whose address and strides by batch, head and token stand in ``row``."""
     channel = tl.arange(0, WIDE)
-    stride = tl.load(row + 3)
-    begin = batch * tl.load(row + 1) + head * tl.load(row + 2) + first * stride
+    by_batch, by_head, stride = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    begin = batch * by_batch + head * by_head + first * stride
     addresses = halves_at(tl.load(row), begin) + (local[:, None] * stride + channel[None, :])
     if ALIGNED:
         addresses = tl.multiple_of(addresses, (1, 16))
@@ -62,6 +63,68 @@ def folded(queries, keys, values, exists, scale, peak, total, output):
     weights = to_bf16(powers).to(MATRIX_DTYPE)
     output = tl.dot(weights, values.to(MATRIX_DTYPE), output * shrunk[:, None], input_precision="ieee")
     return higher, total, output
+
+
+@triton.jit
+def folded_unit(
+    table, entry, stream, asked, scale, four, peak, total, output,
+    KEY_FORM: tl.constexpr, KEY_CHANNELS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_STAGES: tl.constexpr,
+    KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
+    VALUE_FORM: tl.constexpr, VALUE_CHANNELS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_STAGES: tl.constexpr,
+    VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
+    LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Fold the tokens of an entry of a sealed unit into the online softmax."""
+    local = tl.arange(0, BLOCK_TOKENS)
+    key_row, value_row = table + tl.load(table + entry), table + tl.load(table + entry + 1)
+    tokens, stop = tl.load(key_row + TOKENS), tl.load(table + entry + 3)
+    (
+        k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,
+        k_compensated, k_kept, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size,
+    ) = opened(
+        key_row, stream, tokens, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES
+    )  # fmt: skip
+    (
+        v_codes, v_scales, v_zeros, v_super, v_index, v_table, v_last,
+        v_compensated, v_kept, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size,
+    ) = opened(
+        value_row, stream, tokens, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_RANK, VALUE_SPARSE,
+        VALUE_WORDS, LANES,
+    )  # fmt: skip
+    for first in range(tl.load(table + entry + 2), stop, BLOCK_TOKENS):
+        # A lane without a token repeats the last one, so that all it computes is finite.
+        inside = tl.minimum(local, (stop - first - 1).to(tl.int32))
+        keys = reconstructed(
+            key_row, stream, tokens, k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,
+            k_compensated, k_kept, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size, four, first, inside,
+            KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED,
+            BLOCK_TOKENS,
+        )  # fmt: skip
+        values = reconstructed(
+            value_row, stream, tokens, v_codes, v_scales, v_zeros, v_super, v_index, v_table, v_last,
+            v_compensated, v_kept, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size, four, first, inside,
+            VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES,
+            ALIGNED, BLOCK_TOKENS,
+        )  # fmt: skip
+        peak, total, output = folded(asked, keys, values, local < stop - first, scale, peak, total, output)
+    return peak, total, output
+
+
+@triton.jit
+def folded_plain(
+    table, entry, batch, head, asked, scale, peak, total, output, KEY_CHANNELS: tl.constexpr, KEY_WIDE: tl.constexpr,
+    VALUE_CHANNELS: tl.constexpr, VALUE_WIDE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Fold the tokens of an entry of plain tensors into the online softmax."""
+    local = tl.arange(0, BLOCK_TOKENS)
+    key_row, value_row = table + tl.load(table + entry), table + tl.load(table + entry + 1)
+    stop = tl.load(table + entry + 3)
+    for first in range(tl.load(table + entry + 2), stop, BLOCK_TOKENS):
+        inside = tl.minimum(local, (stop - first - 1).to(tl.int32))
+        keys = exact_tile(key_row, batch, head, first, inside, KEY_CHANNELS, KEY_WIDE, ALIGNED)
+        values = exact_tile(value_row, batch, head, first, inside, VALUE_CHANNELS, VALUE_WIDE, ALIGNED)
+        peak, total, output = folded(asked, keys, values, local < stop - first, scale, peak, total, output)
+    return peak, total, output
 
 
 @triton.jit
@@ -114,50 +177,18 @@ def attend_kernel(
     peak = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_QUERIES,), tl.float32)
     output = tl.zeros((BLOCK_QUERIES, VALUE_WORDS * LANES), tl.float32)
-    local = tl.arange(0, BLOCK_TOKENS)
     lead = table + part * HEAD_WORDS
     for entry in range(tl.load(lead + SEALED_BEGIN), tl.load(lead + SEALED_END), ENTRY_WORDS):
-        key_row, value_row = table + tl.load(table + entry), table + tl.load(table + entry + 1)
-        tokens, stop = tl.load(key_row + TOKENS), tl.load(table + entry + 3)
-        (
-            k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,
-            k_compensated, k_kept, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size,
-        ) = opened(
-            key_row, stream, tokens, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES
+        peak, total, output = folded_unit(
+            table, entry, stream, asked, scale, four, peak, total, output, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES,
+            KEY_RANK, KEY_SPARSE, KEY_WORDS, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_RANK,
+            VALUE_SPARSE, VALUE_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
-        (
-            v_codes, v_scales, v_zeros, v_super, v_index, v_table, v_last,
-            v_compensated, v_kept, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size,
-        ) = opened(
-            value_row, stream, tokens, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_RANK, VALUE_SPARSE,
-            VALUE_WORDS, LANES,
-        )  # fmt: skip
-        for first in range(tl.load(table + entry + 2), stop, BLOCK_TOKENS):
-            # A lane without a token repeats the last one, so that all it computes is finite.
-            inside = tl.minimum(local, (stop - first - 1).to(tl.int32))
-            keys = reconstructed(
-                key_row, stream, tokens, k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,
-                k_compensated, k_kept, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size, four, first, inside,
-                KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED,
-                BLOCK_TOKENS,
-            )  # fmt: skip
-            values = reconstructed(
-                value_row, stream, tokens, v_codes, v_scales, v_zeros, v_super, v_index, v_table, v_last,
-                v_compensated, v_kept, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size, four, first, inside,
-                VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES,
-                ALIGNED, BLOCK_TOKENS,
-            )  # fmt: skip
-            peak, total, output = folded(asked, keys, values, local < stop - first, scale, peak, total, output)
     for entry in range(tl.load(lead + EXACT_BEGIN), tl.load(lead + EXACT_END), ENTRY_WORDS):
-        key_row, value_row = table + tl.load(table + entry), table + tl.load(table + entry + 1)
-        stop = tl.load(table + entry + 3)
-        for first in range(tl.load(table + entry + 2), stop, BLOCK_TOKENS):
-            inside = tl.minimum(local, (stop - first - 1).to(tl.int32))
-            keys = exact_tile(key_row, batch, head, first, inside, KEY_CHANNELS, KEY_WORDS * LANES, PLAIN_ALIGNED)
-            values = exact_tile(
-                value_row, batch, head, first, inside, VALUE_CHANNELS, VALUE_WORDS * LANES, PLAIN_ALIGNED
-            )
-            peak, total, output = folded(asked, keys, values, local < stop - first, scale, peak, total, output)
+        peak, total, output = folded_plain(
+            table, entry, batch, head, asked, scale, peak, total, output, KEY_CHANNELS, KEY_WORDS * LANES,
+            VALUE_CHANNELS, VALUE_WORDS * LANES, PLAIN_ALIGNED, BLOCK_TOKENS,
+        )  # fmt: skip
     if DIVIDED:
         channel = tl.arange(0, VALUE_WORDS * LANES)
         known = (row < rows)[:, None] & (channel < VALUE_CHANNELS)[None, :]
