@@ -57,6 +57,18 @@ def test_values_may_have_their_own_number_of_channels() -> None:
     assert_within("attention", out, attention.attend(queries, keys, values)[..., :5], tolerances.ATTENTION)
 
 
+@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
+def test_the_logarithms_of_two_parts_merge_into_that_of_the_whole(scale: float) -> None:
+    scores, _ = _naive(*_tensors(4, 2, scale=scale))
+    expected = np.array([log(sum(map(exp, row))) for row in scores.reshape(-1, 11)]).reshape(scores.shape[:3])
+    single = scores.astype(np.float32)
+    allowed = tolerances.ATTENTION * (1 + np.abs(scores).max())
+    assert_within("log_sum_exp", attention.log_sum_exp(single), expected, allowed)
+    parts = np.stack([attention.log_sum_exp(single[..., :4]), attention.log_sum_exp(single[..., 4:])], axis=-1)
+    assert_within("merged", attention.log_sum_exp(parts), expected, allowed)
+    assert attention.log_sum_exp(strategies.fp32([2e30, 2e30])) == np.float32(2e30)
+
+
 def test_softmax_takes_large_scores() -> None:
     weights = attention.softmax(strategies.fp32([1e30, 1e30, -1e30]))
     np.testing.assert_array_equal(weights, [0.5, 0.5, 0])
