@@ -47,8 +47,8 @@ def softmax(scores: Float32[np.ndarray, "... tokens"]) -> Float32[np.ndarray, ".
 def log_sum_exp(scores: Float32[np.ndarray, "... tokens"]) -> Float32[np.ndarray, "..."]:
     """Natural logarithm of the sum of exponentials over the last axis: what two attentions are merged with.
 
-    >>> log_sum_exp(np.float32([1000.0, 1000.0]))
-    array(1000.6931, dtype=float32)
+    >>> log_sum_exp(np.float32([1000.0, -1000.0]))
+    array(1000., dtype=float32)
     """
     highest = scores.max(axis=-1, keepdims=True)
     total = np.exp(scores - highest).sum(axis=-1, keepdims=True)
