@@ -112,7 +112,7 @@ def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) 
     frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None, status[Status.MAGNITUDE])
     codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations)
     ranks = min(method.candidates, rows) if keys else 1
-    index, largest = qsac.choose_layer(frame, group, weights, ranks, 1)
+    index, largest = qsac.choose_layer(frame, codebook.rank(frame, ranks, 1), group, weights, ranks, 1)
     along = None
     if known is not None and method.rank:
         basis, energies = statistics.principal_basis(known.mean, method.rank)
@@ -172,7 +172,7 @@ def _qvg(jobs: Sequence[Asked], status: Tensor) -> list[Arrays]:
         suffix = f"_{stage + 1}" if stage else ""
         frame = codebook.begin(layer, rows, None, None, None if stage else status[Status.MAGNITUDE])
         codebook.refine(frame, method.iterations)
-        index, largest = qsac.choose_layer(frame, group, None, 1, 1)
+        index, largest = qsac.choose_layer(frame, codebook.rank(frame, 1, 1), group, None, 1, 1)
         named |= {f"index{suffix}": index, f"centroids{suffix}": frame.stored}
         residual = Residual(index, frame.stored)
         if stage + 1 < method.stages:
