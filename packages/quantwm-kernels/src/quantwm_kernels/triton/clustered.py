@@ -141,21 +141,24 @@ def stage_at(row, stream, tokens, STAGE: tl.constexpr, CHANNELS: tl.constexpr):
 @triton.jit
 def centroid_rows(index, last_row, first, local, exists):
     """int32 row of each token's centroid; an index beyond the table gives its last row."""
-    return tl.minimum(tl.load(index + first + local, mask=exists).to(tl.int32), last_row)[:, None, None]
+    return tl.minimum(tl.load(index + first + local, mask=exists).to(tl.int32), last_row)
 
 
 @triton.jit
 def centroid(
-    table, chosen, word, inside,
+    table, chosen, exists, FIRST: tl.constexpr,
     CHANNELS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """FP32 centroids ``[tokens, words, lanes]`` of the rows ``chosen``."""
+    """FP32 centroids ``[tokens, words, lanes]`` of the rows ``chosen``, from channel ``FIRST``."""
     if ALIGNED:
-        pairs: tl.constexpr = LANES // 2
-        both = table.to(tl.pointer_type(tl.int32))
-        both += chosen * (CHANNELS // 2) + (word[None, :, None] * pairs + tl.arange(0, pairs)[None, None, :])
-        number = halves(tl.load(tl.multiple_of(both, (1, 1, 2 * LANES)), mask=inside), TOKENS, WORDS, LANES)
+        pair = tl.arange(0, WORDS * LANES // 2) + FIRST // 2
+        both = table.to(tl.pointer_type(tl.int32)) + (chosen[:, None] * (CHANNELS // 2) + pair[None, :])
+        inside = exists[:, None] & (pair < CHANNELS // 2)[None, :]
+        loaded = tl.load(tl.multiple_of(both, (1, 2 * LANES)), mask=inside)
+        number = halves(tl.reshape(loaded, (TOKENS, WORDS, LANES // 2)), TOKENS, WORDS, LANES)
     else:
-        lane = word[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
-        number = wide(tl.load(table + (chosen * CHANNELS + lane), mask=inside))
+        channel = tl.arange(0, WORDS * LANES) + FIRST
+        inside = exists[:, None] & (channel < CHANNELS)[None, :]
+        loaded = tl.load(table + (chosen[:, None] * CHANNELS + channel[None, :]), mask=inside)
+        number = tl.reshape(wide(loaded), (TOKENS, WORDS, LANES))
     return number

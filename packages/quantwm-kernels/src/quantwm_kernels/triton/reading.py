@@ -51,29 +51,30 @@ FEWEST_COLUMNS = 16
 
 
 @triton.jit
-def exact(values, first, local, word, inside, CHANNELS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr):
-    """BF16 ``[tokens, words, lanes]`` as stored."""
-    channel = word[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
-    addresses = values + first * CHANNELS + (local[:, None, None] * CHANNELS + channel)
+def exact(
+    values, first, local, exists,
+    CHANNELS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """BF16 ``[tokens, WIDE]`` as stored."""
+    channel = tl.arange(0, WIDE)
+    addresses = values + first * CHANNELS + (local[:, None] * CHANNELS + channel[None, :])
     if ALIGNED:
-        addresses = tl.multiple_of(addresses, (1, 1, 2 * LANES))
-    if CHANNELS % LANES:
-        inside &= channel < CHANNELS
+        addresses = tl.multiple_of(addresses, (1, 2 * LANES))
+    inside = exists[:, None] & (channel < CHANNELS)[None, :]
     return tl.load(addresses, mask=inside).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def write(
-    out, number, local, word, inside, stride, CHANNELS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr
+    out, number, local, exists, stride, FIRST: tl.constexpr,
+    CHANNELS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Store BF16 ``[tokens, words, lanes]``."""
-    channel = word[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
-    addresses = out + (local[:, None, None] * stride + channel)
+    """Store BF16 ``[tokens, WIDE]`` from channel ``FIRST``."""
+    channel = tl.arange(0, WIDE) + FIRST
+    addresses = out + (local[:, None] * stride + channel[None, :])
     if ALIGNED:
-        addresses = tl.multiple_of(addresses, (1, 1, 2 * LANES))
-    if CHANNELS % LANES:
-        inside &= channel < CHANNELS
-    tl.store(addresses, number, mask=inside)
+        addresses = tl.multiple_of(addresses, (1, 2 * LANES))
+    tl.store(addresses, number, mask=exists[:, None] & (channel < CHANNELS)[None, :])
 
 
 @triton.jit
@@ -93,20 +94,21 @@ def read_simple(
         scales, minima = minima_at(row, stream, tokens, CHANNELS, GROUP, by_channel)
     local, word = tl.arange(0, BLOCK_TOKENS), tl.arange(0, WORDS)
     for first in range(begin, stop, BLOCK_TOKENS):
-        inside = (local < stop - first)[:, None, None] & (word < (CHANNELS + LANES - 1) // LANES)[None, :, None]
+        exists = local < stop - first
+        inside = exists[:, None, None] & (word < (CHANNELS + LANES - 1) // LANES)[None, :, None]
         if FORM == EXACT:
-            number = exact(values, first, local, word, inside, CHANNELS, LANES, ALIGNED)
+            number = exact(values, first, local, exists, CHANNELS, LANES, ALIGNED, WORDS * LANES)
         elif FORM == CHANNEL_AFFINE:
-            number = channel_residual(
+            total = channel_residual(
                 codes, scales, zero_points, super_scale, four, first, local, word, inside, CHANNELS, GROUP, LANES
             )
+            number = tl.reshape(to_bf16(total), (BLOCK_TOKENS, WORDS * LANES))
         else:
-            number = minmax(
+            total = minmax(
                 codes, scales, minima, four, first, local, word, inside, tokens, CHANNELS, GROUP, by_channel, LANES
             )
-        if FORM != EXACT:
-            number = to_bf16(number)
-        write(out + first * stride, number, local, word, inside, stride, CHANNELS, LANES, ALIGNED)
+            number = tl.reshape(to_bf16(total), (BLOCK_TOKENS, WORDS * LANES))
+        write(out + first * stride, number, local, exists, stride, 0, CHANNELS, LANES, ALIGNED, WORDS * LANES)
 
 
 @triton.jit
@@ -169,12 +171,15 @@ def read_clustered(  # noqa: C901 - most branches are decided at compile time
             for later in tl.static_range(STAGES - 1):
                 i, t, n = stage_at(row, stream, tokens, STAGES - 1 - later, CHANNELS)
                 rows = centroid_rows(i, n, first, local, exists)
-                total += centroid(t, rows, word, inside, CHANNELS, LANES, ALIGNED, BLOCK_TOKENS, WORDS_PER_PART)
+                total += centroid(t, rows, exists, part * width, CHANNELS, LANES, ALIGNED, BLOCK_TOKENS, WORDS_PER_PART)
             if STAGES:
-                total += centroid(table, chosen, word, inside, CHANNELS, LANES, ALIGNED, BLOCK_TOKENS, WORDS_PER_PART)
+                total += centroid(
+                    table, chosen, exists, part * width, CHANNELS, LANES, ALIGNED, BLOCK_TOKENS, WORDS_PER_PART
+                )
             if RANK:
                 total += part_of(product, part, parts, LANES, BLOCK_TOKENS)
-            write(out + first * stride, to_bf16(total), local, word, inside, stride, CHANNELS, LANES, ALIGNED)
+            number = tl.reshape(to_bf16(total), (BLOCK_TOKENS, width))
+            write(out + first * stride, number, local, exists, stride, part * width, CHANNELS, LANES, ALIGNED, width)
 
 
 @triton.jit
