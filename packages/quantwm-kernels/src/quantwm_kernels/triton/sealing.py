@@ -1,4 +1,13 @@
-"""Sealing the tensors of a layer on a GPU: keys and values share every launch where they can, and nothing is waited for."""
+"""Sealing the tensors of a layer on a GPU: keys and values share every launch where they can, and nothing is waited for.
+
+Launches of ``quantwm`` do not grow with streams: seven, three a round of k-means, and four more for PSAC. Beside the unit
+and what is stored of it, ``S`` streams of ``N`` tokens need while they are sealed, in bytes::
+
+    8 S C D                     codebooks, FP32 and their weighted copies in two parts of BF16
+    4 S C D * pieces            sums of a round; pieces = programs that the device runs at once / programs of a piece
+    S N (m + 1)                 m candidates of every token, and the nearest of a round
+    2 S N r + 2 S r N / tile    FP32 coefficients of the keys, half of the streams, and their peaks
+"""
 
 from __future__ import annotations
 
