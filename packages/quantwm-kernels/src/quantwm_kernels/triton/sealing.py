@@ -1,6 +1,6 @@
 """Sealing the tensors of a layer on a GPU: keys and values share every launch where they can, and nothing is waited for.
 
-Launches of ``quantwm`` do not grow with streams: seven, three a round of k-means, and four more for PSAC. Beside the unit
+Launches of ``quantwm`` do not grow with streams: seven, three a round of k-means, and three more for PSAC. Beside the unit
 and what is stored of it, ``S`` streams of ``N`` tokens need while they are sealed, in bytes::
 
     8 S C D                     codebooks, FP32 and their weighted copies in two parts of BF16
