@@ -34,8 +34,8 @@ class Live:
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
     """Dense attention on ``[B, tokens, heads, head_dim]``, in the place of a kernel that a CPU does not have."""
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    queries, keys, values = (tensor.to(v.dtype).transpose(1, 2) for tensor in (q, k, v))
+    return scaled_dot_product_attention(queries, keys, values).transpose(1, 2).to(q.dtype)
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
