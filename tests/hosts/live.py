@@ -14,6 +14,12 @@ from quantwm_models import Attachment, adapters, attach
 from quantwm_models.errors import UnknownHostError
 from tests.models.chunks import bits
 
+# Attributes in which the lineage's allocators leave what they made.
+LISTS = {
+    "_initialize_kv_cache": ("kv_cache1", "kv_cache_pos", "kv_cache_neg", "kv_cache_clean"),
+    "_initialize_kv_cache_mouse_and_keyboard": ("kv_cache_mouse", "kv_cache_keyboard"),
+}
+
 
 @dataclass(frozen=True)
 class Live:
@@ -49,11 +55,10 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
 def smaller(pipeline: Any, allocator: str, tokens: int, heads: int, channels: int) -> None:
     """Let a host whose allocator has the released model's sizes written into it allocate for a small one."""
     allocate = getattr(pipeline, allocator)
-    lists = ("kv_cache1", "kv_cache_pos", "kv_cache_neg", "kv_cache_clean")
 
     def allocate_less(batch_size: int, dtype: torch.dtype, device: torch.device) -> None:
         allocate(batch_size=batch_size, dtype=dtype, device=device)
-        for entries in (entries for name in lists for entries in getattr(pipeline, name, None) or []):
+        for entries in (entries for name in LISTS[allocator] for entries in getattr(pipeline, name, None) or []):
             for half in ("k", "v"):
                 entries[half] = entries[half][:, :tokens, :heads, :channels].contiguous()
 
@@ -87,8 +92,9 @@ def formula_nbytes(attachment: Attachment) -> Iterator[tuple[int, int]]:
     """Of each sealed unit the bytes that its method states, and those that it stores."""
     scheme = attachment.scheme
     for cache in attachment.caches:
-        batch, heads, channels, _, _ = cache._geometry or pytest.fail(f"layer {cache.layer} holds nothing")
         for chunk in cache.chunks:
+            assert cache._geometry
+            batch, heads, channels, _, _ = cache._geometry
             shape = (batch, heads, chunk.stop - chunk.start, channels)
             first = "basis" not in chunk.keys.arrays
             stated = scheme.keys.nbytes("keys", shape, first) + scheme.values.nbytes("values", shape, first)
