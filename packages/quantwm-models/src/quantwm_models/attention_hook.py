@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from quantwm_models.cache import LayerCache
+from quantwm_models.compiling import uncompiled
 from quantwm_models.handle import Handle, read_pair, whole
 from quantwm_models.store import Store
 
@@ -34,8 +34,7 @@ class _Attention:
         self.users = 0
         self.current: list[LayerCache | None] = []
 
-    # Compiling would unroll the cache's bookkeeping into the host's graph, anew for each chunk.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    @uncompiled
     def __call__(self, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(k, Handle) and isinstance(v, Handle) and not (k.changed or v.changed):
             return self._read(q, k, v, *args, **kwargs)

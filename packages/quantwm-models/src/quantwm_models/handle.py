@@ -11,6 +11,7 @@ from torch import Tensor
 from quantwm_core.chunk import KINDS
 from quantwm_core.errors import StateError
 from quantwm_core.stream import Span
+from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostAttributeError, HostError
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Handle(Sized):
         """Whether this is a clone that was written, and holds what the cache does not."""
         return self._own is not None
 
+    @uncompiled
     def clone(self, **_: object) -> Handle:
         """The same range as it is now."""
         copy = Handle(self.store, self.slots, self.store.halves.cache.version)
@@ -98,6 +100,7 @@ class Handle(Sized):
         if self.version not in (None, version):
             raise StateError(f"{self}: the cache changed after this was cloned; use a clone before writing the cache")
 
+    @uncompiled
     def tensor(self) -> Tensor:
         """The range as a tensor of its own, ``[B, n, heads, head_dim]`` in the host's number format.
 
