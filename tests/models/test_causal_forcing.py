@@ -170,6 +170,17 @@ def test_the_first_block_of_a_long_video_is_sealed_as_it_was_before_rotation() -
     assert "basis" in others[-1].keys.arrays
 
 
+def test_every_query_of_a_long_video_counts() -> None:
+    host, blocks = RollingInferencePipeline(), 5
+    with attach(host, "quantwm", iterations=2) as attachment:
+        rolled(host, 0, 2 * blocks)
+    past = attachment.caches[0].queries.past
+    size = causal_forcing_host.AnchoredSelfAttention.block_length
+    assert past is not None
+    # The last block is active; each one before it had a call on itself and the next, and a clean one.
+    assert past.queries == (blocks - 1) * 3 * size
+
+
 def test_queries_of_an_unattached_pipeline_do_not_reach_the_statistics() -> None:
     host, other = RollingInferencePipeline(), RollingInferencePipeline()
     with attach(host, "quantwm", iterations=2) as attachment:
