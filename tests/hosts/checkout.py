@@ -59,9 +59,11 @@ def importing(
             yield importlib.import_module
         finally:
             sys.path[:] = path
-            for name in set(sys.modules) - before:
-                if name in (stubs or {}) or _place(sys.modules[name]).is_relative_to(root):
-                    del sys.modules[name]
+            loaded = set(sys.modules) - before
+            for name in [
+                name for name in loaded if name in (stubs or {}) or _place(sys.modules[name]).is_relative_to(root)
+            ]:
+                del sys.modules[name]
 
 
 def _place(module: ModuleType) -> Path:

@@ -29,7 +29,7 @@ class Live:
         pipeline: The object that an adapter attaches to.
         modules: The host's modules, whose globals must come back.
         video: Makes one, given a seed and a number of chunks.
-        notes: Attributes of the pipeline that the host sets whenever it runs, and that have nothing to do with a cache.
+        notes: Attributes that the host itself sets when it runs, and that have nothing to do with a cache.
     """
 
     pipeline: Any
@@ -78,7 +78,7 @@ def footprint(live: Live) -> dict[str, Any]:
         f"{part}.{name}": (id(value), tuple(map(id, _held(value))))
         for part, owner in parts
         for name, value in vars(owner).items()
-        if not (owner is live.pipeline and name in live.notes)
+        if name not in live.notes
     }
 
 

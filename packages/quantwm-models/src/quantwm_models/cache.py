@@ -20,7 +20,7 @@ from quantwm_kernels.bridge import check_detached, check_device
 from quantwm_kernels.chunk import SealedChunk, storage_nbytes
 from quantwm_kernels.statistics import second_moment
 from quantwm_models.causality import CausalQueries
-from quantwm_models.contents import Contents, located
+from quantwm_models.contents import Contents, KeyFrame, located
 from quantwm_models.geometry import ACCEPTED, Geometry, copied_chunk
 from quantwm_models.observer import CacheObserver
 from quantwm_models.report import CacheReport
@@ -40,6 +40,10 @@ class LayerCache:
         workspace: Memory for reads; pass one to all layers, or each gets its own.
         observers: See :class:`quantwm_models.observer.CacheObserver`.
         parameters: Settings of the scheme when ``scheme`` is a name: ``rank=16``, ``values="bf16"``, ``decay=0.9``.
+
+    Attributes:
+        key_frame: Where keys are cached in another frame than that in which queries meet them: what makes of the moment of
+            the queries the one that a unit's keys see, given its absolute tokens. None where both are the same.
 
     >>> import torch
     >>> generator = torch.Generator().manual_seed(0)
@@ -82,6 +86,7 @@ class LayerCache:
         self._geometry: Geometry | None = None
         self._decode_seconds = 0.0
         self.version = 0
+        self.key_frame: KeyFrame | None = None
 
     @property
     def tokens(self) -> int:
@@ -261,12 +266,11 @@ class LayerCache:
 
     def clear(self) -> None:
         """Forget everything, statistics and counters included; a new video begins."""
-        before = self.stream.live
-        self._contents, self._geometry, self._decode_seconds = self._nothing(), None, 0.0
-        self.version += 1
-        for observer in self.observers:
-            for span in before:
-                observer.evicted(self, *span)
+        self._forget(self._nothing())
+
+    def rewind(self) -> None:
+        """Forget all tokens, but not what is known of the queries: the host builds its cache anew."""
+        self._forget(replace(self._nothing(), queries=self._contents.queries.folded()))
 
     def report(self) -> CacheReport:
         """What the cache holds and what it cost since it was cleared."""
@@ -293,10 +297,19 @@ class LayerCache:
     def _nothing(self) -> Contents:
         return Contents(self._settings, CausalQueries(decay=self.scheme.decay))
 
+    def _forget(self, empty: Contents) -> None:
+        """Have no tokens any more, and tell the observers."""
+        before = self.stream.live
+        self._contents, self._geometry, self._decode_seconds = empty, None, 0.0
+        self.version += 1
+        for observer in self.observers:
+            for span in before:
+                observer.evicted(self, *span)
+
     def _commit(self, contents: Contents, geometry: Geometry | None) -> None:
         """Seal what is due in ``contents``, make them the cache's, then tell the observers."""
         before = self._contents
-        settled, sealings = contents.settle(self.scheme)
+        settled, sealings = contents.settle(self.scheme, self.key_frame)
         self._contents, self._geometry = settled, geometry
         self.version += 1
         for observer in self.observers:

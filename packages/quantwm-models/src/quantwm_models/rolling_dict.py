@@ -30,7 +30,13 @@ class MakeCache(Protocol):
     """Makes the cache of a layer; a later cache of the same branch and layer takes the place of an earlier one."""
 
     def __call__(
-        self, layer: int, *, branch: str = "", sink: int = 0, workspace: Workspace | None = None
+        self,
+        layer: int,
+        *,
+        branch: str = "",
+        sink: int = 0,
+        workspace: Workspace | None = None,
+        rebuilt: bool = False,
     ) -> LayerCache:
         """Make it.
 
@@ -39,6 +45,7 @@ class MakeCache(Protocol):
             branch: Which of several caches of a host this is, such as the one for negative prompts.
             sink: First tokens that the host never evicts.
             workspace: Memory for reads, shared by the layers of a host.
+            rebuilt: The host builds its cache anew as a whole, so that what is appended at once is a unit.
         """
 
 
