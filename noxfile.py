@@ -101,7 +101,12 @@ def parity(session: nox.Session) -> None:
 @nox.session
 def hosts(session: nox.Session) -> None:
     """Hold adapters against live hosts: ``nox -s hosts -- --checkout NAME=PATH``; a host without a checkout is skipped."""
-    install(session, *group("test"), through="models", extra="causal_forcing,lingbot_world,longcat_video,matrix_game")
+    install(
+        session,
+        *group("test"),
+        through="models",
+        extra="causal_forcing,hy_world,lingbot_world,longcat_video,matrix_game",
+    )
     pytest(session, "tests/hosts", **ONE_THREAD)
 
 

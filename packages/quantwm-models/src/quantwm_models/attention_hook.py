@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,30 +18,41 @@ from quantwm_models.compiling import uncompiled
 from quantwm_models.handle import Handle, read_pair, whole
 from quantwm_models.store import Store
 
+Kind = TypeVar("Kind", bound="Replacement")
 
-class _Attention:
-    """Attention function of a module that understands handles.
+
+class Replacement:
+    """A host's function with something of ours around it.
 
     Attributes:
         original: The host's function.
         users: Attachments that rely on it.
-        current: Caches of the layers that are running, innermost last, where a host assembles what it attends to; None
-            is a layer that was called without one of ours, as in training.
+        watching: Who is told of the queries that pass while a layer runs, innermost last, where the arguments do not say
+            whose they are; None is a layer without a cache of ours, as in training.
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self.original = original
         self.users = 0
-        self.current: list[LayerCache | None] = []
+        self.watching: list[Any] = []
+
+    @property
+    def watcher(self) -> Any:
+        """The innermost, or None."""
+        return self.watching[-1] if self.watching else None
+
+
+class Attention(Replacement):
+    """Attention function of a module that understands handles."""
 
     @uncompiled
     def __call__(self, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        """Attend, ranges of a store reconstructed."""
         if isinstance(k, Handle) and isinstance(v, Handle) and not (k.changed or v.changed):
             return self._read(q, k, v, *args, **kwargs)
         result = self.original(q, whole(k), whole(v), *args, **kwargs)
-        cache = self.current[-1] if self.current else None
-        if cache is not None:
-            cache.observe(q.transpose(1, 2))
+        if self.watcher is not None:
+            self.watcher(q)
         return result
 
     def _read(self, q: Tensor, k: Handle, v: Handle, *args: Any, **kwargs: Any) -> Any:
@@ -55,11 +66,11 @@ class _Attention:
 
 
 @contextmanager
-def attention_replaced(module: ModuleType, name: str) -> Iterator[_Attention]:
-    """Replace a module's attention function while at least one attachment needs it."""
+def function_replaced(module: ModuleType, name: str, kind: type[Kind]) -> Iterator[Kind]:
+    """Replace a module's function while at least one attachment needs it."""
     found = getattr(module, name)
-    if not isinstance(found, _Attention):
-        found = _Attention(found)
+    if not isinstance(found, kind):
+        found = kind(found)
         setattr(module, name, found)
     found.users += 1
     try:
@@ -72,15 +83,16 @@ def attention_replaced(module: ModuleType, name: str) -> Iterator[_Attention]:
 
 
 @contextmanager
-def running_layer_known(layer: nn.Module, attention: _Attention) -> Iterator[None]:
+def running_layer_known(layer: nn.Module, attention: Attention) -> Iterator[None]:
     """Let the attention function know whose queries it sees, where the host assembles keys and values itself."""
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         found = (_cache_in(argument) for argument in (*args, *kwargs.values()))
-        attention.current.append(next((cache for cache in found if cache is not None), None))
+        cache = next((cache for cache in found if cache is not None), None)
+        attention.watching.append(None if cache is None else lambda q: cache.observe(q.transpose(1, 2)))
 
     def leave(*_: object) -> None:
-        attention.current.pop()
+        attention.watching.pop()
 
     with ExitStack() as stack:
         for handle in (

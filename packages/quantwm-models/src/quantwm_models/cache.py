@@ -187,6 +187,28 @@ class LayerCache:
                 contents, moment = self._contents, second_moment(queries, heads)
                 self._contents = replace(contents, queries=contents.queries.observe(moment))
 
+    def foresee(self, queries: Float[Tensor, "batch heads tokens channels"]) -> None:
+        """Fold queries of a host that asks before it has anything cached; they count for all that will be.
+
+        Args:
+            queries: BF16, FP16 or FP32 ``[B, H, T, D]``, as many heads as the keys will have.
+
+        Raises:
+            StateError: Something is cached already, or the queries require grad.
+            DtypeError, DomainError: They are no such tensor, or hold NaN or Inf.
+        """
+        with self._located():
+            if self._geometry is not None:
+                raise StateError("queries before the first chunk came after it; observe() them")
+            check_detached(queries, "queries")
+            check_device(queries, "queries")
+            if queries.dtype not in ACCEPTED:
+                raise DtypeError(f"queries: got {queries.dtype}, need torch.bfloat16, float16 or float32")
+            if self._learns:
+                contents, moment = self._contents, second_moment(queries, queries.shape[1])
+                known = contents.queries if contents.queries.groups else contents.queries.begin(0)
+                self._contents = replace(contents, queries=known.observe(moment))
+
     def seal(self) -> None:
         """The active chunk is complete now: seal what is due without waiting for the next chunk.
 

@@ -46,6 +46,10 @@ class Sealed:
         return self
 
     def to(self, device: torch.device | str) -> Tensor:
+        """As :meth:`tensor`, where it is needed."""
+        return self.tensor().to(device)
+
+    def tensor(self) -> Tensor:
         """The tensor, ``[B, H, N, D]``, in memory that all reads share, valid until the next read of any layer.
 
         Raises:
@@ -54,11 +58,11 @@ class Sealed:
         if self.version != self.cache.version:
             raise StateError(f"{self}: the history was built anew since this one was handed out")
         read = self.cache.read()[KINDS.index(self.kind)]
-        return read.to(device=device, dtype=self.dtype)
+        return read.to(self.dtype)
 
     def __getattr__(self, name: str) -> Any:
         raise HostAttributeError(
-            f"a host asked {self.__class__.__name__} for {name!r}; supported: contiguous(), cpu() and to(device)"
+            f"a host asked {self.__class__.__name__} for {name!r}; supported: contiguous(), cpu(), to(device)"
         )
 
 

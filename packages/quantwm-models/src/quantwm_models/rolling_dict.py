@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from quantwm_core.errors import StateError
-from quantwm_models.attention_hook import attention_replaced, running_layer_known
+from quantwm_models.attention_hook import Attention, function_replaced, running_layer_known
 from quantwm_models.cache import LayerCache
 from quantwm_models.errors import HostError
 from quantwm_models.patching import Setting, replaced, restored
@@ -117,7 +117,7 @@ def _enter(stack: ExitStack, host: RollingDict, allocator: _Allocator) -> None:
         stack.enter_context(replaced(*setting))
     stack.enter_context(replaced(host.pipeline, host.allocator, allocator))
     for module in host.modules:
-        attention = stack.enter_context(attention_replaced(module, host.attention))
+        attention = stack.enter_context(function_replaced(module, host.attention, Attention))
         for layer in host.assembling:
             stack.enter_context(running_layer_known(layer, attention))
 
