@@ -201,7 +201,6 @@ class LayerCache:
             if self._geometry is not None:
                 raise StateError("queries before the first chunk came after it; observe() them")
             check_detached(queries, "queries")
-            check_device(queries, "queries")
             if queries.dtype not in ACCEPTED:
                 raise DtypeError(f"queries: got {queries.dtype}, need torch.bfloat16, float16 or float32")
             if self._learns:
