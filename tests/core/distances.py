@@ -18,16 +18,22 @@ def exact(points: np.ndarray, table: np.ndarray, metric: Metric) -> np.ndarray:
 
 
 def assert_nearest(
-    index: np.ndarray, points: np.ndarray, table: np.ndarray, metric: Metric, frame: bool = True
+    index: np.ndarray,
+    points: np.ndarray,
+    table: np.ndarray,
+    metric: Metric,
+    frame: bool = True,
+    near_tie: float = tolerances.NEAR_TIE,
 ) -> None:
     """``index[..., j]`` is the ``j``-th nearest centroid of every token, near ties excepted.
 
     Args:
         index: ``[*streams, tokens, count]``.
         frame: Whether centroids may also be confused that are closer to each other than to the mean centroid.
+        near_tie: Share of a distance by which another may exceed it and pass for the same.
     """
     distance = exact(points, table, metric)
-    allowed = tolerances.NEAR_TIE * np.sort(distance, axis=-1)[..., : index.shape[-1]]
+    allowed = near_tie * np.sort(distance, axis=-1)[..., : index.shape[-1]]
     if frame:
         middle = table.astype(np.float64).mean(axis=-2, keepdims=True)
         size = exact(points, middle, metric) + exact(table, middle, metric).max(axis=-2, keepdims=True)

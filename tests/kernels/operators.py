@@ -113,7 +113,8 @@ CALLS: dict[str, tuple[Callable[[], Call], ...]] = {
 def registered() -> set[str]:
     """Names of all operators of the project."""
     for module in pkgutil.walk_packages(quantwm_kernels.__path__, "quantwm_kernels."):
-        importlib.import_module(module.name)
+        if not module.name.startswith("quantwm_kernels.triton."):  # kernels register nothing, and need Triton
+            importlib.import_module(module.name)
     names = torch._C._dispatch_get_all_op_names()
     return {name.removeprefix(f"{NAMESPACE}::") for name in names if name.startswith(f"{NAMESPACE}::")}
 

@@ -81,18 +81,24 @@ def test_a_tensor_that_requires_grad_is_refused(name: str, make: object) -> None
         tensor.requires_grad_(False)
 
 
+def moved(value: object) -> object:
+    """Arguments with every tensor on the GPU."""
+    if isinstance(value, list):
+        return [moved(item) for item in value]
+    return value.cuda() if isinstance(value, Tensor) else value
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("name", "make"), CASES)
-def test_a_device_without_implementation_is_refused(name: str, make: object) -> None:
-    def moved(value: object) -> object:
-        if isinstance(value, list):
-            return [moved(item) for item in value]
-        return value.cuda() if isinstance(value, Tensor) else value
-
+def test_on_a_gpu_an_operator_answers_there_or_is_refused(name: str, make: object) -> None:
     call: Call = make()  # type: ignore[operator]  # a factory of the table
-    with pytest.raises(DeviceError, match="cuda"):
-        operator(name)(*(moved(argument) for argument in call.arguments))
+    arguments = [moved(argument) for argument in call.arguments]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", "CUDA"):
+        assert all(tensor.is_cuda for tensor in tensors(operator(name)(*arguments)))
+    else:
+        with pytest.raises(DeviceError, match="cuda"):
+            operator(name)(*arguments)
 
 
 def test_operators_work_in_inference_mode_and_on_strided_input() -> None:

@@ -1,11 +1,14 @@
 """The memory that reads share: allocated once, filled only where it must be."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
-from quantwm_kernels.methods import decode_into
+from quantwm_kernels import methods
+from quantwm_kernels.reading import ReadPlan
 from quantwm_models import LayerCache, Workspace
-from quantwm_models import contents as contents_module
 from quantwm_models.report import CacheReport, total
 from tests.models.chunks import bits, chunk, fill
 
@@ -15,13 +18,13 @@ class Counter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tokens = 0
-        original = decode_into
+        original = ReadPlan.into
 
-        def counted(sealed: object, out: torch.Tensor, start: int, stop: int) -> None:
-            self.tokens += stop - start
-            original(sealed, out, start, stop)  # type: ignore[arg-type]  # handed on as it came
+        def counted(plan: ReadPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
+            self.tokens += 2 * sum(piece.stop - piece.start for piece in plan.pieces)
+            original(plan, keys, values)
 
-        monkeypatch.setattr(contents_module, "decode_into", counted)
+        monkeypatch.setattr(ReadPlan, "into", counted)
 
     def taken(self) -> int:
         """Tokens of keys and values since the last question."""
@@ -81,6 +84,34 @@ def test_a_new_chunk_decodes_the_unit_that_was_sealed(counter: Counter) -> None:
     assert counter.taken() == 2 * 16
 
 
+def test_a_plan_is_made_once_until_a_unit_comes_or_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    original = ReadPlan.__init__
+
+    def counted(plan: ReadPlan, *arguments: Any) -> None:
+        made.append(plan)
+        original(plan, *arguments)
+
+    monkeypatch.setattr(ReadPlan, "__init__", counted)
+    workspace = Workspace(64)
+    caches = [LayerCache("rtn", layer=layer, workspace=workspace) for layer in range(2)]
+    for cache in caches:
+        fill(cache, 4)
+    for step in range(3):
+        for cache in caches:
+            cache.overwrite(*chunk(step))
+            cache.read()
+            cache.read(5, 40)
+    assert len(made) == 2 * 2
+    unit = weakref.ref(caches[0].chunks[0])
+    del made[:]
+    caches[0].evict(0, 16)
+    assert unit() is None
+    caches[0].read()
+    caches[0].read()
+    assert len(made) == 1
+
+
 def test_whatever_changes_in_front_is_read_again(counter: Counter) -> None:
     cache = LayerCache("rtn")
     fill(cache, 4)
@@ -113,7 +144,7 @@ def test_a_read_that_fails_midway_is_not_taken_for_whole(monkeypatch: pytest.Mon
     fill(cache, 4)
     expected = bits(cache.read()[0])
     cache.workspace.release()
-    original = decode_into
+    original = methods.decode_into
     calls = []
 
     def broken(*args: object) -> None:
@@ -122,7 +153,7 @@ def test_a_read_that_fails_midway_is_not_taken_for_whole(monkeypatch: pytest.Mon
             raise MemoryError
         original(*args)  # type: ignore[arg-type]  # handed on as it came
 
-    monkeypatch.setattr(contents_module, "decode_into", broken)
+    monkeypatch.setattr(methods, "decode_into", broken)
     with pytest.raises(MemoryError):
         cache.read()
     assert bits(cache.read()[0]) == expected

@@ -1,6 +1,7 @@
 """Nothing is published here without a namesake in quantwm-core, and no GPU kernel without a parity test."""
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 from pathlib import Path
@@ -14,18 +15,54 @@ import quantwm_core
 import quantwm_kernels
 from tests.parity.gate import missing_tests
 
+KERNELS = "triton"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 MODULES = {
     info.name.partition(".")[2]: importlib.import_module(info.name)
     for info in pkgutil.walk_packages(quantwm_kernels.__path__, "quantwm_kernels.")
+    if HAS_TRITON or not info.name.startswith(f"quantwm_kernels.{KERNELS}.")
 }
 # What exists only because tensors do.
 WITHOUT_NAMESAKE = {
     "bridge": "crosses between torch and NumPy",
+    "launch": "NumPy launches nothing",
+    "dense_attention": "attention, in torch",
+    "reading": "many units in one launch",
+    "recipe": "what a kernel must know of a sealed tensor",
+    "sealing": "NumPy seals at once",
+    "triton": "the folder of the kernels",
+    "triton.arithmetic": "what NumPy has a word for",
+    "triton.assignment": "the kernels of codebook",
+    "triton.baselines": "methods of core, in torch operations",
+    "triton.frame": "the kernels of codebook",
+    "triton.principal": "the kernel of statistics",
+    "triton.layer": "keys and values as one batch",
+    "triton.sealing": "all of a layer in shared launches",
+    "triton.compensation": "the reading half of psac",
+    "triton.reading": "many units in one launch",
+    "methods.begin_chunk": "NumPy seals at once",
     "methods.decode_into": "core returns an array, a workspace is written in place",
     "methods.seal": "a method of core's Method, which here is a function",
     "methods.seal_chunk": "a method of core's Scheme, which here is a function",
+    "chunk.description": "what travels beside a list of tensors",
     "chunk.storage_nbytes": "a tensor's storage may exceed the tensor",
 }
+
+# Launchers that take all streams of a layer at once, and what passes between them.
+OF_LAYERS = {
+    "affine": "Codes Projection Residual as_e4m3 encode_layer group_sizes largest_ranges",
+    "codebook": "Frame add_members assign begin framed magnitudes_of prepare rank refine",
+    "psac": "laid_out projection_of quantize",
+    "qsac": "choose_layer",
+    "statistics": "write_sensitivity",
+    "symmetric": "encode_layer",
+}
+if HAS_TRITON:
+    WITHOUT_NAMESAKE |= {
+        f"{KERNELS}.{module}.{name}": "on all streams of a layer"
+        for module, names in OF_LAYERS.items()
+        for name in names.split()
+    }
 
 
 def operators(module: ModuleType) -> dict[str, CustomOpDef]:
@@ -50,7 +87,7 @@ def published(module: ModuleType) -> list[str]:
 def test_what_is_published_has_a_namesake(name: str) -> None:
     if name in WITHOUT_NAMESAKE:
         pytest.skip(WITHOUT_NAMESAKE[name])
-    namesake = importlib.import_module(f"{quantwm_core.__name__}.{name}")
+    namesake = importlib.import_module(f"{quantwm_core.__name__}.{name.removeprefix(f'{KERNELS}.')}")
     absent = [
         each
         for each in published(MODULES[name])

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from quantwm_core import affine as core
 from quantwm_core import packing
-from quantwm_kernels.bridge import owned, to_numpy
+from quantwm_kernels.bridge import check_detached, owned, to_numpy
+from quantwm_kernels.launch import check_available
 
 
 class AffineCode(NamedTuple):
@@ -62,6 +63,16 @@ def _encode(values: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Te
     )
 
 
+@_encode.register_kernel("cuda")
+def _(values: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_detached(values, "values")
+    check_available("values")
+    from quantwm_kernels.triton import affine as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    code = kernels.encode(values, group_size)
+    return code.codes, code.scales, code.zero_points, code.super_scale
+
+
 @_encode.register_fake
 def _(values: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     codes, scales, zero_points, super_scale = code_shapes(values.shape, group_size)
@@ -78,6 +89,16 @@ def _decode(codes: Tensor, scales: Tensor, zero_points: Tensor, super_scale: Ten
     named = (("codes", codes), ("scales", scales), ("zero-points", zero_points), ("super-scale", super_scale))
     code = core.AffineCode(*(to_numpy(tensor, name) for name, tensor in named))
     return owned(core.decode(code, start, stop), decoded_shape(codes.shape, start, stop))
+
+
+@_decode.register_kernel("cuda")
+def _(codes: Tensor, scales: Tensor, zero_points: Tensor, super_scale: Tensor, start: int, stop: int) -> Tensor:
+    check_detached(codes, "codes")
+    check_detached(super_scale, "super-scale")
+    check_available("codes")
+    from quantwm_kernels.triton import affine as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.decode(AffineCode(codes, scales, zero_points, super_scale), start, stop)
 
 
 @_decode.register_fake

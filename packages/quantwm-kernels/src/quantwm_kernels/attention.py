@@ -7,7 +7,14 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from quantwm_core import attention as core
-from quantwm_kernels.bridge import owned, to_numpy
+from quantwm_kernels.bridge import check_detached, owned, to_numpy
+from quantwm_kernels.dense_attention import (
+    dense_attend,
+    dense_attention_kl,
+    dense_logit_error,
+    dense_logits,
+    dense_selection_shift,
+)
 
 
 def logit_shape(queries: Sequence[int], keys: Sequence[int]) -> tuple[int, ...]:
@@ -34,6 +41,14 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return owned(result, queries.shape)
 
 
+@_attend.register_kernel("cuda")
+def _(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    check_detached(queries, "queries")
+    check_detached(keys, "keys")
+    check_detached(values, "values")
+    return dense_attend(queries, keys, values)
+
+
 @_attend.register_fake
 def _(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     del keys, values
@@ -46,6 +61,13 @@ def _logits(queries: Tensor, keys: Tensor) -> Tensor:
     return owned(result, logit_shape(queries.shape, keys.shape))
 
 
+@_logits.register_kernel("cuda")
+def _(queries: Tensor, keys: Tensor) -> Tensor:
+    check_detached(queries, "queries")
+    check_detached(keys, "keys")
+    return dense_logits(queries, keys)
+
+
 @_logits.register_fake
 def _(queries: Tensor, keys: Tensor) -> Tensor:
     return queries.new_empty(logit_shape(queries.shape, keys.shape), dtype=torch.float32)
@@ -55,6 +77,13 @@ def _(queries: Tensor, keys: Tensor) -> Tensor:
 def _logit_error(exact: Tensor, approximate: Tensor) -> Tensor:
     result = core.logit_error(to_numpy(exact, "exact logits"), to_numpy(approximate, "approximate logits"))
     return owned(result, head_shape(exact.shape))
+
+
+@_logit_error.register_kernel("cuda")
+def _(exact: Tensor, approximate: Tensor) -> Tensor:
+    check_detached(exact, "exact logits")
+    check_detached(approximate, "approximate logits")
+    return dense_logit_error(exact, approximate)
 
 
 @_logit_error.register_fake
@@ -69,6 +98,13 @@ def _selection_shift(exact: Tensor, approximate: Tensor, top: int) -> Tensor:
     return owned(result, head_shape(exact.shape))
 
 
+@_selection_shift.register_kernel("cuda")
+def _(exact: Tensor, approximate: Tensor, top: int) -> Tensor:
+    check_detached(exact, "exact logits")
+    check_detached(approximate, "approximate logits")
+    return dense_selection_shift(exact, approximate, top)
+
+
 @_selection_shift.register_fake
 def _(exact: Tensor, approximate: Tensor, top: int) -> Tensor:
     del approximate, top
@@ -79,6 +115,13 @@ def _(exact: Tensor, approximate: Tensor, top: int) -> Tensor:
 def _attention_kl(exact: Tensor, approximate: Tensor) -> Tensor:
     result = core.attention_kl(to_numpy(exact, "exact logits"), to_numpy(approximate, "approximate logits"))
     return owned(result, head_shape(exact.shape))
+
+
+@_attention_kl.register_kernel("cuda")
+def _(exact: Tensor, approximate: Tensor) -> Tensor:
+    check_detached(exact, "exact logits")
+    check_detached(approximate, "approximate logits")
+    return dense_attention_kl(exact, approximate)
 
 
 @_attention_kl.register_fake

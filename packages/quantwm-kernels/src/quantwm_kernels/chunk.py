@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 from quantwm_core import chunk as core
 from quantwm_core.errors import ShapeError
 from quantwm_kernels.bridge import to_numpy, to_torch
+from quantwm_kernels.recipe import Row, describe
 
 Kind = core.Kind
 KINDS = core.KINDS
@@ -30,6 +34,13 @@ def storage_nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(blocks.values())
 
 
+def description(
+    method: str, parameters: Mapping[str, core.Parameter], shape: Sequence[int], names: Iterable[str]
+) -> dict[str, Any]:
+    """What must be said about a sealed tensor beside its arrays, as JSON can say it."""
+    return {"method": method, "parameters": dict(parameters), "shape": list(shape), "names": list(names)}
+
+
 @dataclass(frozen=True)
 class SealedTensor:
     """Keys or values of one sealed unit.
@@ -39,17 +50,32 @@ class SealedTensor:
         parameters: The method's settings, enough to decode.
         shape: ``(B, H, N, D)`` of the BF16 tensor it stands for.
         arrays: Storage, each tensor by name; an absent part is missing.
+        specification: All but the arrays as text, which an operator takes.
     """
 
     method: str
     parameters: Mapping[str, core.Parameter]
     shape: tuple[int, int, int, int]
     arrays: Mapping[str, Tensor]
+    specification: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        text = json.dumps(description(self.method, self.parameters, self.shape, self.arrays))
+        object.__setattr__(self, "specification", text)  # a frozen dataclass fills a field of its own this way
 
     @property
     def nbytes(self) -> int:
         """Bytes of storage."""
         return storage_nbytes(self.arrays.values())
+
+    @cached_property
+    def row(self) -> Row:
+        """What a kernel needs to read it; made once.
+
+        Raises:
+            QuantWMError: As :func:`quantwm_kernels.recipe.describe`.
+        """
+        return describe(self.method, self.parameters, self.shape, self.arrays)
 
     @property
     def bf16_nbytes(self) -> int:
@@ -58,8 +84,8 @@ class SealedTensor:
         return 2 * batch * heads * tokens * channels
 
     def to(self, device: torch.device | str) -> SealedTensor:
-        """Copy to a device; what is there already is shared."""
-        return replace(self, arrays={name: tensor.to(device) for name, tensor in self.arrays.items()})
+        """Copy to a device, contiguous as kernels need it; what is there already is shared."""
+        return replace(self, arrays={name: tensor.to(device).contiguous() for name, tensor in self.arrays.items()})
 
     def to_core(self) -> core.SealedTensor:
         """The same tensor for quantwm-core, over the same memory.

@@ -7,7 +7,8 @@ from jaxtyping import BFloat16, Float, Float32, Int64
 from torch import Tensor
 
 from quantwm_core import codebook as core
-from quantwm_kernels.bridge import owned, to_numpy
+from quantwm_kernels.bridge import check_detached, owned, to_numpy
+from quantwm_kernels.launch import check_available
 
 Metric = Float32[Tensor, "..."] | None
 
@@ -43,6 +44,15 @@ def _fit(values: Tensor, centroids: int, metric: Tensor | None, iterations: int,
     return owned(table, table_shape(values.shape, centroids))
 
 
+@_fit.register_kernel("cuda")
+def _(values: Tensor, centroids: int, metric: Tensor | None, iterations: int, initial: Tensor | None) -> Tensor:
+    check_detached(values, "values")
+    check_available("values")
+    from quantwm_kernels.triton import codebook as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.fit(values, centroids, metric, iterations, initial)
+
+
 @_fit.register_fake
 def _(values: Tensor, centroids: int, metric: Tensor | None, iterations: int, initial: Tensor | None) -> Tensor:
     del metric, iterations, initial
@@ -58,6 +68,16 @@ def _nearest(values: Tensor, centroids: Tensor, metric: Tensor | None, count: in
         count,
     )
     return owned(index, index_shape(values.shape, count))
+
+
+@_nearest.register_kernel("cuda")
+def _(values: Tensor, centroids: Tensor, metric: Tensor | None, count: int) -> Tensor:
+    check_detached(values, "values")
+    check_detached(centroids, "centroids")
+    check_available("values")
+    from quantwm_kernels.triton import codebook as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.nearest(values, centroids, metric, count)
 
 
 @_nearest.register_fake

@@ -7,7 +7,8 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from quantwm_core import packing as core
-from quantwm_kernels.bridge import owned, to_numpy
+from quantwm_kernels.bridge import check_detached, owned, to_numpy
+from quantwm_kernels.launch import check_available
 
 
 def packed_shape(codes: Sequence[int]) -> tuple[int, ...]:
@@ -34,6 +35,15 @@ def _pack(codes: Tensor) -> Tensor:
     return owned(result, packed_shape(codes.shape))
 
 
+@_pack.register_kernel("cuda")
+def _(codes: Tensor) -> Tensor:
+    check_detached(codes, "codes")
+    check_available("codes")
+    from quantwm_kernels.triton import packing as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.pack(codes)
+
+
 @_pack.register_fake
 def _(codes: Tensor) -> Tensor:
     return codes.new_empty(packed_shape(codes.shape))
@@ -45,6 +55,15 @@ def _unpack(packed: Tensor, codes: int) -> Tensor:
     return owned(result, unpacked_shape(packed.shape, codes))
 
 
+@_unpack.register_kernel("cuda")
+def _(packed: Tensor, codes: int) -> Tensor:
+    check_detached(packed, "packed codes")
+    check_available("packed codes")
+    from quantwm_kernels.triton import packing as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.unpack(packed, codes)
+
+
 @_unpack.register_fake
 def _(packed: Tensor, codes: int) -> Tensor:
     return packed.new_empty(unpacked_shape(packed.shape, codes))
@@ -54,7 +73,7 @@ def pack(codes: UInt8[Tensor, "*lead codes"]) -> UInt8[Tensor, "*lead packed"]:
     """Pack 2-bit codes along the last axis.
 
     Args:
-        codes: uint8 ``[..., n]``, each 0 to 3.
+        codes: uint8 ``[..., n]``, each 0 to 3. On a GPU nobody waits to check this: bits above the lowest two are dropped.
 
     Returns:
         uint8 ``[..., ceil(n / 4)]``.

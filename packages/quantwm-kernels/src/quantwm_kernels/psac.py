@@ -8,7 +8,8 @@ from jaxtyping import BFloat16, Float32, Int8, Int32, UInt8
 from torch import Tensor
 
 from quantwm_core import psac as core
-from quantwm_kernels.bridge import owned, to_numpy
+from quantwm_kernels.bridge import check_detached, owned, to_numpy
+from quantwm_kernels.launch import check_available
 
 
 class PsacCode(NamedTuple):
@@ -46,6 +47,16 @@ def _project(error: Tensor, basis: Tensor) -> Tensor:
     return owned(result, coefficient_shape(error.shape, basis.shape[-1]))
 
 
+@_project.register_kernel("cuda")
+def _(error: Tensor, basis: Tensor) -> Tensor:
+    check_detached(error, "error")
+    check_detached(basis, "basis")
+    check_available("error")
+    from quantwm_kernels.triton import psac as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.project(error, basis)
+
+
 @_project.register_fake
 def _(error: Tensor, basis: Tensor) -> Tensor:
     return error.new_empty(coefficient_shape(error.shape, basis.shape[-1]))
@@ -64,6 +75,19 @@ def _encode(
         owned(code.values),
         owned(code.counts),
     )
+
+
+@_encode.register_kernel("cuda")
+def _(
+    error: Tensor, basis: Tensor, energies: Tensor, threshold: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    check_detached(error, "error")
+    check_detached(basis, "basis")
+    check_available("error")
+    from quantwm_kernels.triton import psac as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    code = kernels.encode(error, basis, energies, threshold)
+    return code.scales, code.dense, code.layout, code.bitmap, code.values, code.counts
 
 
 @_encode.register_fake
@@ -100,6 +124,26 @@ def _decode(
     named = zip(PsacCode._fields, (scales, dense, layout, bitmap, values, counts), strict=True)
     code = core.PsacCode(*(to_numpy(tensor, name) for name, tensor in named))
     return owned(core.decode(code, tokens, start, stop), decoded_shape(scales.shape, start, stop))
+
+
+@_decode.register_kernel("cuda")
+def _(
+    scales: Tensor,
+    dense: Tensor,
+    layout: Tensor,
+    bitmap: Tensor,
+    values: Tensor,
+    counts: Tensor,
+    tokens: int,
+    start: int,
+    stop: int,
+) -> Tensor:
+    check_detached(scales, "scales")
+    check_detached(dense, "coefficients")
+    check_available("scales")
+    from quantwm_kernels.triton import psac as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.decode(PsacCode(scales, dense, layout, bitmap, values, counts), tokens, start, stop)
 
 
 @_decode.register_fake

@@ -7,8 +7,9 @@ from jaxtyping import Float, Float32, UInt8
 from torch import Tensor
 
 from quantwm_core import qsac as core
-from quantwm_kernels.bridge import owned, to_numpy
+from quantwm_kernels.bridge import check_detached, owned, to_numpy
 from quantwm_kernels.codebook import Metric
+from quantwm_kernels.launch import check_available
 
 
 def choice_shape(keys: Sequence[int]) -> tuple[int, ...]:
@@ -33,6 +34,18 @@ def _choose(
         candidates,
     )
     return owned(index, choice_shape(keys.shape))
+
+
+@_choose.register_kernel("cuda")
+def _(
+    keys: Tensor, centroids: Tensor, group_size: int, sensitivity: Tensor, metric: Tensor | None, candidates: int
+) -> Tensor:
+    check_detached(keys, "keys")
+    check_detached(centroids, "centroids")
+    check_available("keys")
+    from quantwm_kernels.triton import qsac as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.choose(keys, centroids, group_size, sensitivity, metric, candidates)
 
 
 @_choose.register_fake

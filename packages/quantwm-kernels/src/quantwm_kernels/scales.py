@@ -7,7 +7,8 @@ from jaxtyping import Float8e4m3fn, Float32
 from torch import Tensor
 
 from quantwm_core import scales as core
-from quantwm_kernels.bridge import owned, to_numpy
+from quantwm_kernels.bridge import check_detached, owned, to_numpy
+from quantwm_kernels.launch import check_available
 
 
 def super_scale_shape(steps: Sequence[int]) -> tuple[int, ...]:
@@ -25,6 +26,15 @@ def _encode(steps: Tensor) -> tuple[Tensor, Tensor]:
     return owned(stored, steps.shape), owned(super_scale, super_scale_shape(steps.shape))
 
 
+@_encode.register_kernel("cuda")
+def _(steps: Tensor) -> tuple[Tensor, Tensor]:
+    check_detached(steps, "steps")
+    check_available("steps")
+    from quantwm_kernels.triton import scales as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.encode(steps)
+
+
 @_encode.register_fake
 def _(steps: Tensor) -> tuple[Tensor, Tensor]:
     stored = steps.new_empty(steps.shape, dtype=torch.float8_e4m3fn)
@@ -34,6 +44,16 @@ def _(steps: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("quantwm::decode_scales", mutates_args=())
 def _decode(stored: Tensor, super_scale: Tensor) -> Tensor:
     return owned(core.decode(to_numpy(stored, "scales"), to_numpy(super_scale, "super-scale")), stored.shape)
+
+
+@_decode.register_kernel("cuda")
+def _(stored: Tensor, super_scale: Tensor) -> Tensor:
+    check_detached(stored, "scales")
+    check_detached(super_scale, "super-scale")
+    check_available("scales")
+    from quantwm_kernels.triton import scales as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.decode(stored, super_scale)
 
 
 @_decode.register_fake

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from quantwm_core import statistics as core
 from quantwm_core.errors import StateError
-from quantwm_kernels.bridge import owned, to_numpy
+from quantwm_kernels.bridge import check_detached, owned, to_numpy
+from quantwm_kernels.launch import check_available
 
 
 class QueryMoment(NamedTuple):
@@ -53,6 +54,15 @@ def _second_moment(queries: Tensor, kv_heads: int) -> Tensor:
     return owned(moment.mean, moment_shape(queries.shape, kv_heads))
 
 
+@_second_moment.register_kernel("cuda")
+def _(queries: Tensor, kv_heads: int) -> Tensor:
+    check_detached(queries, "queries")
+    check_available("queries")
+    from quantwm_kernels.triton import statistics as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.second_moment(queries, kv_heads).mean
+
+
 @_second_moment.register_fake
 def _(queries: Tensor, kv_heads: int) -> Tensor:
     return queries.new_empty(moment_shape(queries.shape, kv_heads), dtype=torch.float32)
@@ -70,6 +80,16 @@ def _fold(past: Tensor, past_queries: int, unit: Tensor, unit_queries: int, deca
     return owned(folded.mean, past.shape)
 
 
+@_fold.register_kernel("cuda")
+def _(past: Tensor, past_queries: int, unit: Tensor, unit_queries: int, decay: float | None) -> Tensor:
+    check_detached(past, "query moment")
+    check_detached(unit, "query moment")
+    check_available("query moment")
+    from quantwm_kernels.triton import statistics as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.merge(QueryMoment(past, past_queries), QueryMoment(unit, unit_queries), decay).mean
+
+
 @_fold.register_fake
 def _(past: Tensor, past_queries: int, unit: Tensor, unit_queries: int, decay: float | None) -> Tensor:
     del past_queries, unit, unit_queries, decay
@@ -79,6 +99,15 @@ def _(past: Tensor, past_queries: int, unit: Tensor, unit_queries: int, decay: f
 @torch.library.custom_op("quantwm::sensitivity", mutates_args=())
 def _sensitivity(mean: Tensor) -> Tensor:
     return owned(core.sensitivity(to_numpy(mean, "query moment")), mean.shape[:-1])
+
+
+@_sensitivity.register_kernel("cuda")
+def _(mean: Tensor) -> Tensor:
+    check_detached(mean, "query moment")
+    check_available("query moment")
+    from quantwm_kernels.triton import statistics as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.sensitivity(mean)
 
 
 @_sensitivity.register_fake
@@ -91,6 +120,15 @@ def _normalised(mean: Tensor) -> Tensor:
     return owned(core.normalised(to_numpy(mean, "query moment")), mean.shape)
 
 
+@_normalised.register_kernel("cuda")
+def _(mean: Tensor) -> Tensor:
+    check_detached(mean, "query moment")
+    check_available("query moment")
+    from quantwm_kernels.triton import statistics as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.normalised(mean)
+
+
 @_normalised.register_fake
 def _(mean: Tensor) -> Tensor:
     return mean.new_empty(mean.shape)
@@ -101,6 +139,15 @@ def _principal_basis(mean: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     shapes = basis_shapes(mean.shape, rank)
     basis, energies = core.principal_basis(to_numpy(mean, "query moment"), rank)
     return owned(basis, shapes[0]), owned(energies, shapes[1])
+
+
+@_principal_basis.register_kernel("cuda")
+def _(mean: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    check_detached(mean, "query moment")
+    check_available("query moment")
+    from quantwm_kernels.triton import statistics as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.principal_basis(mean, rank)
 
 
 @_principal_basis.register_fake

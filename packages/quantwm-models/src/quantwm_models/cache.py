@@ -16,15 +16,20 @@ from quantwm_core.errors import DtypeError, ParameterError, ShapeError, StateErr
 from quantwm_core.method import Scheme
 from quantwm_core.method import scheme as make_scheme
 from quantwm_core.stream import Stream
-from quantwm_kernels.bridge import check_detached, check_device
+from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import SealedChunk, storage_nbytes
+from quantwm_kernels.launch import check_served
+from quantwm_kernels.reading import ReadPlan
 from quantwm_kernels.statistics import second_moment
 from quantwm_models.causality import CausalQueries
-from quantwm_models.contents import Contents, KeyFrame, located
+from quantwm_models.contents import Contents, KeyFrame, located, placed
 from quantwm_models.geometry import ACCEPTED, Geometry, copied_chunk
 from quantwm_models.observer import CacheObserver
 from quantwm_models.report import CacheReport
 from quantwm_models.workspace import Segment, Workspace
+
+# Different ranges that a host reads in turn between two chunks.
+MOST_PLANS = 8
 
 
 class LayerCache:
@@ -85,6 +90,7 @@ class LayerCache:
         self._contents = self._nothing()
         self._geometry: Geometry | None = None
         self._decode_seconds = 0.0
+        self._plans: dict[tuple[tuple[Segment, int], ...], ReadPlan] = {}
         self.version = 0
         self.key_frame: KeyFrame | None = None
 
@@ -174,7 +180,7 @@ class LayerCache:
         """
         with self._located():
             check_detached(queries, "queries")
-            check_device(queries, "queries")
+            check_served(queries, "queries")
             if queries.dtype not in ACCEPTED:
                 raise DtypeError(f"queries: got {queries.dtype}, need torch.bfloat16, float16 or float32")
             batch, heads, channels, _, _ = self._known()
@@ -322,6 +328,7 @@ class LayerCache:
         """Have no tokens any more, and tell the observers."""
         before = self.stream.live
         self._contents, self._geometry, self._decode_seconds = empty, None, 0.0
+        self._plans.clear()
         self.version += 1
         for observer in self.observers:
             for span in before:
@@ -331,6 +338,8 @@ class LayerCache:
         """Seal what is due in ``contents``, make them the cache's, then tell the observers."""
         before = self._contents
         settled, sealings = contents.settle(self.scheme, self.key_frame)
+        if settled.units.keys() != before.units.keys():
+            self._plans.clear()  # a plan keeps its units alive
         self._contents, self._geometry = settled, geometry
         self.version += 1
         for observer in self.observers:
@@ -356,6 +365,18 @@ class LayerCache:
         begun = time.perf_counter()
         self.workspace.holds(segments[:kept])
         offset = sum(segment.stop - segment.start for segment in segments[:kept])
-        self._contents.write(segments[kept:], keys[:, :, offset:], values[:, :, offset:])
+        missing = segments[kept:]
+        self._plan_of(missing).into(keys[:, :, offset:], values[:, :, offset:])
+        self._contents.write_exact(missing, keys[:, :, offset:], values[:, :, offset:])
         self.workspace.holds(segments)
         self._decode_seconds += time.perf_counter() - begun
+
+    def _plan_of(self, segments: tuple[Segment, ...]) -> ReadPlan:
+        """How to reconstruct the sealed ones among ``segments``, made once as long as no unit comes or goes."""
+        sealed = {unit.serial for unit in self._contents.units.values()}
+        wanted = tuple((segment, place) for segment, place in placed(segments) if segment.source in sealed)
+        if wanted not in self._plans:
+            if len(self._plans) == MOST_PLANS:
+                self._plans.clear()
+            self._plans[wanted] = ReadPlan(self._contents.pieces(segments))
+        return self._plans[wanted]

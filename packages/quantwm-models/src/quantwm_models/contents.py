@@ -19,7 +19,8 @@ from quantwm_core.errors import QuantWMError
 from quantwm_core.method import Scheme
 from quantwm_core.stream import Span, Stream, cut, overlap
 from quantwm_kernels.chunk import SealedChunk
-from quantwm_kernels.methods import decode_into, seal_chunk
+from quantwm_kernels.methods import seal_chunk
+from quantwm_kernels.reading import Piece
 from quantwm_kernels.statistics import QueryMoment
 from quantwm_models.causality import CausalQueries
 from quantwm_models.workspace import Segment
@@ -162,20 +163,21 @@ class Contents:
             found += [Segment(serial, *part) for serial, part in parts if part]
         return tuple(found)
 
-    def write(self, segments: Sequence[Segment], keys: Tensor, values: Tensor) -> None:
-        """Reconstruct segments one after the other from the beginning of ``keys`` and ``values``, ``[B, H, .., D]``."""
+    def pieces(self, segments: Sequence[Segment]) -> tuple[Piece, ...]:
+        """The sealed ones among ``segments``, laid one after the other from token 0 of a workspace."""
         units = {unit.serial: unit.chunk for unit in self.units.values()}
+        return tuple(
+            Piece(units[serial], start - units[serial].start, stop - units[serial].start, place)
+            for (serial, start, stop), place in placed(segments)
+            if serial in units
+        )
+
+    def write_exact(self, segments: Sequence[Segment], keys: Tensor, values: Tensor) -> None:
+        """Copy those of ``segments`` that are BF16 to their places in ``keys`` and ``values``, ``[B, H, .., D]``."""
         pieces = {piece.serial: piece for piece in self.exact}
-        offset = 0
-        for serial, start, stop in segments:
-            place = slice(offset, offset + stop - start)
-            offset = place.stop
-            if serial in units:
-                chunk = units[serial]
-                decode_into(chunk.keys, keys[:, :, place], start - chunk.start, stop - chunk.start)
-                decode_into(chunk.values, values[:, :, place], start - chunk.start, stop - chunk.start)
-            else:
-                piece = pieces[serial]
+        for (serial, start, stop), begin in placed(segments):
+            if serial in pieces:
+                piece, place = pieces[serial], slice(begin, begin + stop - start)
                 inside = slice(start - piece.span.start, stop - piece.span.start)
                 keys[:, :, place].copy_(piece.keys[:, :, inside])
                 values[:, :, place].copy_(piece.values[:, :, inside])
@@ -202,6 +204,16 @@ class Contents:
         ends = self.stream.ends
         first, last = (sum(end <= token for end in ends) for token in (span.start, span.stop - 1))
         return f"chunk {first}" if first == last else f"chunks {first} to {last}"
+
+
+def placed(segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
+    """Segments laid one after the other, and the token where each begins.
+
+    >>> [place for _, place in placed([Segment(0, 4, 9), Segment(1, 9, 11), Segment(2, 0, 3)])]
+    [0, 5, 7]
+    """
+    begins = itertools.accumulate((segment.stop - segment.start for segment in segments), initial=0)
+    return zip(segments, begins, strict=False)
 
 
 def _follow(contents: Contents, stream: Stream) -> Contents:

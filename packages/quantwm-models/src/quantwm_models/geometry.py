@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from quantwm_core.errors import DtypeError, ShapeError
-from quantwm_kernels.bridge import check_detached, check_device
+from quantwm_kernels.bridge import check_detached
+from quantwm_kernels.launch import check_served
 
 ACCEPTED = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -40,7 +41,7 @@ def copied_chunk(keys: Tensor, values: Tensor, known: Geometry | None) -> tuple[
     """
     for name, tensor in (("keys", keys), ("values", values)):
         check_detached(tensor, name)
-        check_device(tensor, name)
+        check_served(tensor, name)
         if tensor.dtype not in ACCEPTED:
             raise DtypeError(f"{name}: got {tensor.dtype}, need torch.bfloat16, float16 or float32")
     shapes = f"keys {tuple(keys.shape)} and values {tuple(values.shape)}"

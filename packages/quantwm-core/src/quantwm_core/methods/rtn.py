@@ -65,7 +65,7 @@ class RoundToNearest:
         if self.granularity == "channel":
             arrays = self._encode_channels(wide)
         else:
-            arrays = clustered.affine_arrays(affine.encode(wide, self._group(values.shape[-1])))
+            arrays = clustered.affine_arrays(affine.encode(wide, self.group(values.shape[-1])))
         return SealedTensor(self.name, asdict(self), values.shape, arrays)
 
     def decode(
@@ -81,13 +81,13 @@ class RoundToNearest:
         """Codes, scales, zero-points and the super-scale."""
         batch, heads, tokens, channels = shape
         if self.granularity == "channel":
-            groups = channels * -(-tokens // self._group(channels))
+            groups = channels * -(-tokens // self.group(channels))
         else:
-            groups = tokens * affine.check_group_size(channels, self._group(channels))
+            groups = tokens * affine.check_group_size(channels, self.group(channels))
         codes = tokens * packing.packed_size(channels)
         return batch * heads * (codes + groups + packing.packed_size(groups) + 4)
 
-    def _group(self, channels: int) -> int:
+    def group(self, channels: int) -> int:
         """Elements of a group: channels, or tokens with granularity ``"channel"``."""
         if self.granularity == "token":
             return channels
@@ -98,7 +98,7 @@ class RoundToNearest:
     def _encode_channels(self, wide: np.ndarray) -> dict[str, np.ndarray]:
         """Groups of consecutive tokens. Zeros fill the last group up: they change no range that includes zero."""
         batch, heads, tokens, channels = wide.shape
-        size = self._group(channels)
+        size = self.group(channels)
         blocks = -(-tokens // size)
         padded = np.zeros((batch, heads, blocks * size, channels), np.float32)
         padded[:, :, :tokens] = wide
@@ -115,7 +115,7 @@ class RoundToNearest:
     def _decode_channels(self, sealed: SealedTensor, start: int, stop: int) -> np.ndarray:
         """Decode the blocks that the range touches, then cut."""
         batch, heads, tokens, channels = sealed.shape
-        size = self._group(channels)
+        size = self.group(channels)
         first, last = start // size, -(-stop // size)
         codes = np.zeros((batch, heads, (last - first) * size, channels), np.uint8)
         end = min(last * size, tokens)

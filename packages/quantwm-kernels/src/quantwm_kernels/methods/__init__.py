@@ -3,6 +3,9 @@
 A sealed tensor cannot cross an operator, so it travels as a flat list of tensors and a text, its *specification*:
 JSON with method, parameters, shape and the names of the arrays in order. :func:`seal` cannot know the number formats
 of every method's arrays beforehand, so its operator returns their bytes, and the specification as bytes before them.
+
+On a GPU, sealing outside of a compiled graph goes around the operators, whose text would have to be waited for:
+:func:`begin_chunk` launches, and says only when asked whether the unit could be sealed.
 """
 
 import json
@@ -15,13 +18,17 @@ import torch
 from jaxtyping import BFloat16, Float
 from torch import Tensor
 
+from quantwm_core import chunk as core_chunk
 from quantwm_core import domain, methods
 from quantwm_core import statistics as core_statistics
 from quantwm_core.chunk import Kind
-from quantwm_core.errors import DtypeError, RangeError, ShapeError, StateError
+from quantwm_core.errors import DeviceError, DtypeError, RangeError, ShapeError, StateError
 from quantwm_core.method import Method, Scheme, decode_tensor
-from quantwm_kernels.bridge import owned, to_numpy
-from quantwm_kernels.chunk import SealedChunk, SealedTensor
+from quantwm_kernels import reading
+from quantwm_kernels.bridge import check_detached, owned, to_numpy
+from quantwm_kernels.chunk import SealedChunk, SealedTensor, description
+from quantwm_kernels.launch import check_available
+from quantwm_kernels.sealing import ACCEPTED, Asked, PendingChunk, PendingTensors, Sealed
 from quantwm_kernels.statistics import QueryMoment
 
 
@@ -56,14 +63,28 @@ def _seal(
     names = method.array_names(kind)
     if strangers := sealed.arrays.keys() - set(names):
         raise StateError(f"{label}: method {method.name!r} wrote arrays {sorted(strangers)} that it does not list")
-    answer = {
-        **_description(sealed.method, sealed.parameters, sealed.shape, list(sealed.arrays)),
-        "layout": {name: (array.dtype.name, array.shape) for name, array in sealed.arrays.items()},
-    }
+    layout = {name: (array.dtype.name, array.shape) for name, array in sealed.arrays.items()}
+    text = _answer(sealed, layout)
     missing = np.zeros(0, np.uint8)
     arrays = [sealed.arrays.get(name, missing) for name in names]
-    text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
     return [owned(text), *(owned(np.ascontiguousarray(array).reshape(-1).view(np.uint8)) for array in arrays)]
+
+
+@_seal.register_kernel("cuda")
+def _(
+    values: Tensor, moment: Tensor | None, moment_queries: int, previous: Sequence[Tensor], specification: str
+) -> list[Tensor]:
+    asked = json.loads(specification)
+    method = methods.get(asked["method"], **asked["parameters"])
+    known = None if moment is None else QueryMoment(moment, moment_queries)
+    before = SealedTensor(**_described(asked["previous"], previous)) if asked["previous"] else None
+    (sealed,) = _begin([Asked(method, asked["kind"], values, asked["label"], before)], known).wait()
+    names = {dtype: name for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+    layout = {name: (names[array.dtype], tuple(array.shape)) for name, array in sealed.arrays.items()}
+    missing = values.new_empty(0, dtype=torch.uint8)
+    arrays = [sealed.arrays.get(name, missing) for name in method.array_names(asked["kind"])]
+    text = owned(_answer(sealed, layout)).to(values.device)
+    return [text, *(array.contiguous().view(-1).view(torch.uint8) for array in arrays)]
 
 
 @_seal.register_fake
@@ -83,6 +104,15 @@ def _decode(arrays: Sequence[Tensor], specification: str, out: Tensor, start: in
     sealed = SealedTensor(**_described(json.loads(specification), arrays))
     target = to_numpy(out, "workspace")
     np.copyto(target, decode_tensor(sealed.to_core(), start, stop))
+
+
+@_decode.register_kernel("cuda")
+def _(arrays: Sequence[Tensor], specification: str, out: Tensor, start: int, stop: int) -> None:
+    check_detached(out, "workspace")
+    for tensor in arrays:
+        check_detached(tensor, "sealed array")
+    sealed = SealedTensor(**_described(json.loads(specification), arrays))
+    reading.read_single(sealed, out, start, stop)
 
 
 @_decode.register_fake
@@ -119,16 +149,19 @@ def seal(
     >>> sealed.nbytes, sealed.arrays["scales"].dtype
     (73, torch.float8_e4m3fn)
     """
+    where = f"{label}, {kind}" if label else kind
+    if values.is_cuda and not torch.compiler.is_compiling():
+        return _begin([Asked(method, kind, values, where, previous)], moment).wait()[0]
     asked: dict[str, Any] = {
         "method": method.name,
         "parameters": asdict(cast("Any", method)),
         "kind": kind,
-        "label": f"{label}, {kind}" if label else kind,
+        "label": where,
         "previous": None,
     }
     before: list[Tensor] = []
     if previous is not None:
-        asked["previous"] = _description(previous.method, previous.parameters, previous.shape, list(previous.arrays))
+        asked["previous"] = description(previous.method, previous.parameters, previous.shape, previous.arrays)
         before = list(previous.arrays.values())
     mean, queries = (None, 0) if moment is None else moment
     text, *buffers = _seal(values, mean, queries, before, json.dumps(asked))
@@ -168,8 +201,11 @@ def decode_into(
         raise ShapeError(f"workspace: got shape {tuple(out.shape)}, need {shape} for tokens {start} to {end}")
     if out.dtype is not torch.bfloat16:
         raise DtypeError(f"workspace: got {out.dtype}, need torch.bfloat16")
-    text = json.dumps(_description(sealed.method, sealed.parameters, sealed.shape, list(sealed.arrays)))
-    _decode(list(sealed.arrays.values()), text, out, start, end)
+    if out.is_cuda and not torch.compiler.is_compiling():
+        check_detached(out, "workspace")
+        reading.read_single(sealed, out, start, end)
+    else:
+        _decode(list(sealed.arrays.values()), sealed.specification, out, start, end)
 
 
 def seal_chunk(
@@ -192,6 +228,44 @@ def seal_chunk(
     >>> seal_chunk(scheme("quantwm"), ones, ones).nbytes
     3376
     """
+    return begin_chunk(scheme, keys, values, moment, previous, start, label).wait()
+
+
+def begin_chunk(
+    scheme: Scheme,
+    keys: Float[Tensor, "batch heads tokens channels"],
+    values: Float[Tensor, "batch heads tokens channels"],
+    moment: QueryMoment | None = None,
+    previous: SealedChunk | None = None,
+    start: int = 0,
+    label: str = "",
+) -> PendingChunk:
+    """Begin to encode a unit of one layer; :func:`seal_chunk` without the wait.
+
+    On a GPU the kernels are launched and nothing is waited for, so the units of all layers can be begun before the first
+    is waited for. Keys and values must stay as they are until then. On a CPU the unit is sealed at once.
+
+    Args:
+        scheme: Methods of keys and values.
+        keys, values: BF16, FP16 or FP32 ``[B, H, N, D]``.
+        moment: Queries seen before the unit began.
+        previous: The unit before, for warm starts.
+        start: Absolute position of its first token.
+        label: Where it belongs, for messages.
+
+    Returns:
+        What :meth:`quantwm_kernels.sealing.PendingChunk.wait` turns into the unit, or into a :class:`DomainError`.
+
+    Raises:
+        DtypeError, ShapeError: The input cannot be sealed; the message names ``label`` and tensor.
+        DomainError: On a CPU, the same for its numbers.
+        StateError, DeviceError: A tensor requires grad, or lives where no implementation serves it.
+
+    >>> from quantwm_core.method import scheme
+    >>> layers = [begin_chunk(scheme("rtn"), *torch.ones(2, 1, 1, 4, 64)) for _ in range(3)]
+    >>> [pending.wait().nbytes for pending in layers]
+    [146, 146, 146]
+    """
     where = f"{label}: " if label else ""
     if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
         raise ShapeError(
@@ -201,15 +275,38 @@ def seal_chunk(
     if moment is not None and tuple(moment.mean.shape) != (batch, heads, channels, channels):
         raise ShapeError(f"{where}query moment {tuple(moment.mean.shape)} does not fit keys {tuple(keys.shape)}")
     before = (None, None) if previous is None else (previous.keys, previous.values)
+    if keys.is_cuda and not torch.compiler.is_compiling():
+        where = f"{label}, " if label else ""
+        asked = [
+            Asked(scheme.keys, "keys", keys, f"{where}keys", before[0]),
+            Asked(scheme.values, "values", values, f"{where}values", before[1]),
+        ]
+        return PendingChunk(_begin(asked, moment), start)
     sealed_keys = seal(scheme.keys, "keys", keys, moment, before[0], label)
-    return SealedChunk(sealed_keys, seal(scheme.values, "values", values, moment, before[1], label), start)
+    sealed_values = seal(scheme.values, "values", values, moment, before[1], label)
+    return PendingChunk(Sealed((sealed_keys, sealed_values)), start)
 
 
-def _description(
-    method: str, parameters: Mapping[str, Any], shape: Sequence[int], names: Sequence[str]
-) -> dict[str, Any]:
-    """What must be said about a sealed tensor beside its arrays, as JSON can say it."""
-    return {"method": method, "parameters": dict(parameters), "shape": list(shape), "names": list(names)}
+def _begin(asked: Sequence[Asked], moment: QueryMoment | None) -> PendingTensors:
+    """Launch what seals CUDA tensors, after the checks that need no device."""
+    for each in asked:
+        check_detached(each.values, each.label)
+        check_available(each.label)
+        if each.values.dtype not in ACCEPTED:
+            raise DtypeError(f"{each.label}: got {each.values.dtype}, need bfloat16, float16 or float32")
+        if each.values.ndim != 4 or each.values.numel() == 0:
+            raise ShapeError(f"{each.label}: got shape {tuple(each.values.shape)}, need [B, H, N, D], not empty")
+        if each.values.device != asked[0].values.device:
+            raise DeviceError(f"{each.label} lives on {each.values.device}, the keys on {asked[0].values.device}")
+    from quantwm_kernels.triton import sealing as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    return kernels.seal(asked, moment)
+
+
+def _answer(sealed: SealedTensor | core_chunk.SealedTensor, layout: Mapping[str, Any]) -> np.ndarray:
+    """Specification of a sealed tensor, and number format and shape of each array, as the bytes of a text."""
+    told = description(sealed.method, sealed.parameters, sealed.shape, sealed.arrays)
+    return np.frombuffer(json.dumps({**told, "layout": layout}).encode(), np.uint8)
 
 
 def _described(description: Mapping[str, Any], arrays: Sequence[Tensor]) -> dict[str, Any]:

@@ -1,0 +1,253 @@
+"""Reading a sealed layer: share of the copy bandwidth that reconstruction of keys and values reaches.
+
+    python benchmarks/decode.py                      all shapes, parity first
+    python benchmarks/decode.py --shape longcat --method quantwm
+    python benchmarks/decode.py --sweep              other launch parameters too; the best of each shape last
+
+Sealed units are made of random bytes, so nothing has to be encoded. Bytes are those of storage, read once, and of BF16
+keys and values, written once. Bandwidth of a copy counts bytes read plus bytes written. A line of JSON per
+measurement goes to ``benchmarks/results/decode.jsonl``.
+"""
+
+import argparse
+import itertools
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantwm_core.method import decode_tensor
+from quantwm_core.packing import packed_size
+from quantwm_kernels.bridge import to_torch
+from quantwm_kernels.chunk import SealedChunk, SealedTensor
+from quantwm_kernels.launch import LAUNCHES, Launch
+from quantwm_kernels.reading import Piece, ReadPlan
+
+# Tokens, heads, head dimension of one layer's sealed unit.
+SHAPES = {
+    "longcat": (29640, 32, 128),
+    "lingbot": (6240, 40, 128),
+    "hy": (7040, 24, 256),
+    "causal-forcing": (9360, 12, 128),
+    "causal-forcing-1": (4680, 12, 128),
+    "matrix-game": (2640, 12, 128),
+}
+METHODS = ("quantwm", "qvg", "bf16")
+CENTROIDS, GROUP, RANK = 256, 64, 8
+RESULTS = Path(__file__).parent / "results" / "decode.jsonl"
+REPEATS, CALLS = 15, 10
+COPY_NBYTES = 1 << 30
+
+
+def random_tensor(kind: str, method: str, shape: tuple[int, int, int], generator: torch.Generator) -> SealedTensor:
+    """A sealed tensor of random bytes whose scales, centroids and basis are of ordinary size."""
+    tokens, heads, channels = shape
+    device, groups = generator.device, channels // GROUP
+
+    def integers(low: int, high: int, *size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.randint(low, high, (1, heads, *size), dtype=dtype, device=device, generator=generator)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn((1, heads, *size), device=device, generator=generator).bfloat16()
+
+    full = (1, heads, tokens, channels)
+    if method == "bf16":
+        return SealedTensor(method, {}, full, {"exact": normal(tokens, channels)})
+    arrays = {
+        "codes": integers(0, 256 if method == "quantwm" else 255, tokens, packed_size(channels)),
+        "scales": integers(0x30, 0x7F, tokens, groups).view(torch.float8_e4m3fn),
+        "index": integers(0, CENTROIDS, tokens),
+        "centroids": normal(CENTROIDS, channels),
+    }
+    if method == "quantwm":
+        arrays["zero_points"] = integers(0, 256, packed_size(tokens * groups))
+        arrays["super_scale"] = torch.full((1, heads), 2.0**-8, device=device)
+        if kind == "keys":
+            arrays["basis"] = normal(channels, RANK) / channels**0.5
+            arrays["coefficient_scales"] = normal(RANK).abs() / 64
+            arrays["coefficients"] = integers(-127, 128, tokens, RANK, dtype=torch.int8)[0]
+    return SealedTensor(method, {}, full, arrays)
+
+
+def random_chunk(method: str, shape: tuple[int, int, int], seed: int, device: torch.device) -> SealedChunk:
+    """Keys and values of a unit."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return SealedChunk(
+        random_tensor("keys", method, shape, generator), random_tensor("values", method, shape, generator)
+    )
+
+
+def check_parity(chunk: SealedChunk, keys: Tensor, values: Tensor) -> None:
+    """Hold the begin, the middle and the end of what was read against the reference.
+
+    Raises:
+        AssertionError: A number lies farther off than the rounding of FP32 sums and of BF16 explains.
+    """
+    for sealed, out in ((chunk.keys, keys), (chunk.values, values)):
+        core, tokens = sealed.to("cpu").to_core(), sealed.shape[2]
+        for start in {0, tokens // 2 - 33, max(0, tokens - 100)}:
+            stop = min(start + 100, tokens)
+            expected = to_torch(decode_tensor(core, start, stop).copy()).float()
+            off = (out[:, :, start:stop].cpu().float() - expected).abs()
+            assert (off <= 2.0**-7 * expected.abs() + 1e-5).all(), (
+                f"{sealed.method}: off by {off.max()} in {start}:{stop}"
+            )
+
+
+def seconds(calls: Sequence[Callable[[], None]], head_start: Callable[[], None]) -> float:
+    """Median device time of a call. Calls are enqueued behind other work, so that the host's time does not show."""
+    for call in calls[:3]:
+        call()
+    queue = itertools.cycle(calls)
+    times = []
+    for _ in range(REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        head_start()
+        begin.record()
+        for _ in range(CALLS):
+            next(queue)()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / CALLS / 1e3)
+    return median(times)
+
+
+def host_seconds(calls: Sequence[Callable[[], None]]) -> float:
+    """Median time per call of calls one after the other, the host's part included."""
+    queue, times = itertools.cycle(calls), []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(4 * CALLS):
+            next(queue)()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) / (4 * CALLS))
+    return median(times)
+
+
+class Copier:
+    """Copies between large buffers: the yardstick, and the head start of what is measured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.buffers = [torch.empty(COPY_NBYTES // 2, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def __call__(self) -> None:
+        self.buffers[1].copy_(self.buffers[0])
+
+    def bandwidth(self) -> float:
+        """Bytes read plus written per second."""
+        return COPY_NBYTES / seconds([self], self)
+
+
+class Subject:
+    """A shape and a method with enough copies of input and output that none is found in the L2 cache."""
+
+    def __init__(self, method: str, shape: tuple[int, int, int], device: torch.device) -> None:
+        tokens, heads, channels = shape
+        self.tokens = tokens
+        first = random_chunk(method, shape, 0, device)
+        self.nbytes = first.nbytes + first.bf16_nbytes
+        count = 1 + 2 * torch.cuda.get_device_properties(device).L2_cache_size // self.nbytes
+        self.chunks = [first, *(random_chunk(method, shape, seed, device) for seed in range(1, count))]
+        sizes = (1, tokens, heads, channels)
+        self.outputs = [
+            tuple(torch.empty(sizes, dtype=torch.bfloat16, device=device).transpose(1, 2) for _ in range(2))
+            for _ in range(count)
+        ]
+
+    def calls(self, launch: Launch | None = None) -> list[Callable[[], None]]:
+        """A read of each copy; the first has been held against the reference."""
+        plans = [ReadPlan([Piece(chunk, 0, self.tokens, 0)], launch) for chunk in self.chunks]
+        calls: list[Callable[[], None]] = [
+            partial(plan.into, *out) for plan, out in zip(plans, self.outputs, strict=True)
+        ]
+        for out in self.outputs[0]:
+            out.fill_(float("nan"))
+        calls[0]()
+        check_parity(self.chunks[0], *self.outputs[0])
+        return calls
+
+
+def launches(channels: int) -> Iterator[Launch]:
+    """Launch parameters worth a try: 8 to 128 elements a thread."""
+    for tokens, warps in itertools.product((16, 32, 64), (1, 2, 4, 8)):
+        if 8 <= tokens * channels / (32 * warps) <= 128:
+            for programs, most in itertools.product((12, 24), (8, 32)):
+                yield replace(
+                    LAUNCHES["read"], warps=warps, blocks={"BLOCK_TOKENS": tokens}, programs=programs, most_tiles=most
+                )
+
+
+def described(launch: Launch) -> dict[str, int]:
+    return {"warps": launch.warps, **launch.blocks, "programs": launch.programs, "most_tiles": launch.most_tiles}
+
+
+def environment() -> dict[str, Any]:
+    """What a figure belongs to."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()  # noqa: S603 - a fixed command
+    return {
+        "benchmark": "decode",
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "commit": commit or "unknown",
+    }
+
+
+def report(line: dict[str, Any]) -> None:
+    """Show a measurement and keep it."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    launch = " ".join(f"{name}={value}" for name, value in line["launch"].items())
+    print(
+        f"{line['shape']:17} {line['method']:8} {1e3 * line['seconds']:8.4f} ms  {line['nbytes'] / 2**20:7.1f} MiB  "
+        f"{100 * line['share_of_copy']:5.1f} % of copy  call {1e3 * line['host_seconds']:7.4f} ms  {launch}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, action="append")
+    parser.add_argument("--method", choices=METHODS, action="append")
+    parser.add_argument("--sweep", action="store_true", help="try other launch parameters (quantwm only)")
+    arguments = parser.parse_args()
+    device = torch.device("cuda", torch.cuda.current_device())
+    copier, known = Copier(device), environment()
+    bandwidth = copier.bandwidth()
+    print(f"{known['gpu']}, torch {known['torch']}, triton {known['triton']}: copy {bandwidth / 1e12:.2f} TB/s")
+    methods = arguments.method or (("quantwm",) if arguments.sweep else METHODS)
+    for name, method in itertools.product(arguments.shape or SHAPES, methods):
+        subject = Subject(method, SHAPES[name], device)
+        tried = []
+        for launch in launches(SHAPES[name][2]) if arguments.sweep else (LAUNCHES["read"],):
+            calls = subject.calls(launch)
+            took = seconds(calls, copier)
+            share = subject.nbytes / took / bandwidth
+            tried.append(
+                known
+                | {"shape": name, "method": method, "nbytes": subject.nbytes, "copy_bandwidth": bandwidth}
+                | {"seconds": took, "host_seconds": host_seconds(calls), "share_of_copy": share}
+                | {"launch": described(launch)}
+            )
+        for line in sorted(tried, key=lambda each: -each["seconds"])[-5:]:  # the best is shown last
+            report(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""How a kernel reads a sealed tensor: what is compiled into it, and the row of numbers that it finds at run time.
+
+A read may touch many units of two tensors in one launch. What they have in common, the :class:`Recipe`, becomes part of
+the kernel; what differs, sizes and addresses, stands in a row of int64 per unit, laid out as :class:`Field` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantwm_core import methods, packing, psac
+from quantwm_core.chunk import Parameter
+from quantwm_core.errors import DeviceError, DtypeError, FormatError, StateError
+from quantwm_core.methods.quantwm import PSAC_PARTS
+
+# Shape and number format of arrays by name.
+Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+READABLE = ("bf16", "kivi", "quantwm", "qvg", "rtn")
+"""Methods whose arrays the kernels understand; those of other distributions are read on the CPU."""
+
+
+class Form(IntEnum):
+    """How a tensor's elements are stored, centroids and compensation aside."""
+
+    EXACT = 0
+    AFFINE = 1
+    SYMMETRIC = 2
+    CHANNEL_AFFINE = 3
+    MINMAX = 4
+    CHANNEL_MINMAX = 5
+
+
+class Field(IntEnum):
+    """Words of a row: tokens of the unit and the range to read, then addresses, 0 where the unit has no such array.
+
+    ``SHIFT`` is where token 0 of the unit would lie in the workspace. Each stage of centroids has three more words
+    after ``STAGES``: addresses of index and centroids, and the rows of the latter.
+    """
+
+    TOKENS = 0
+    STOP = 1
+    SHIFT = 2
+    CODES = 3
+    SCALES = 4
+    ZERO_POINTS = 5
+    SUPER_SCALE = 6
+    BASIS = 7
+    COEFFICIENT_SCALES = 8
+    COEFFICIENTS = 9
+    LAYOUT = 10
+    BITMAP = 11
+    SPARSE_VALUES = 12
+    SPARSE_COUNTS = 13
+    DENSE_STREAMS = 14
+    SPARSE_STREAMS = 15
+    SPARSE_SIZE = 16
+    STAGES = 17
+
+
+WORDS_PER_STAGE = 3
+VECTOR_NBYTES = 16
+"""Widest load and store of a GPU's thread; what is aligned to it moves in the fewest of them."""
+_READ_AS_VECTORS = ("exact", "codes", "centroids")
+# Fields named after the arrays that they point to.
+_PSAC_FIELDS = {part: Field[part.upper()] for part in PSAC_PARTS}
+_OTHER_FIELDS = {
+    "exact": Field.CODES, "codes": Field.CODES, "scales": Field.SCALES, "channel_scales": Field.SCALES,
+    "zero_points": Field.ZERO_POINTS, "minima": Field.ZERO_POINTS, "channel_minima": Field.ZERO_POINTS,
+    "super_scale": Field.SUPER_SCALE,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is compiled into a kernel.
+
+    Attributes:
+        form: How elements are stored.
+        channels: Head dimension.
+        group: Channels per scale, or tokens where the form says so; 1 where there is no scale.
+        stages: Codebooks that are added up.
+        rank: Directions of PSAC; 0 without it.
+        sparse: Whether a stream's coefficients may be stored sparse.
+    """
+
+    form: Form
+    channels: int
+    group: int = 1
+    stages: int = 0
+    rank: int = 0
+    sparse: bool = False
+
+
+class Row(NamedTuple):
+    """A sealed tensor to a kernel: recipe, batch and heads, and the numbers of :class:`Field` without a range.
+
+    ``aligned`` says whether vectors of :data:`VECTOR_NBYTES` can be read from it.
+    """
+
+    recipe: Recipe
+    streams: tuple[int, int]
+    words: tuple[int, ...]
+    aligned: bool
+    device: torch.device
+
+
+def describe(
+    method: str, parameters: Mapping[str, Parameter], shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]
+) -> Row:
+    """Recipe and row of a sealed tensor, after holding every array against the shape it must have.
+
+    A kernel follows addresses: what is checked here cannot lead it out of an array.
+
+    Args:
+        method: Name of the method that wrote it.
+        parameters: Its settings.
+        shape: ``(B, H, N, D)``.
+        arrays: Storage by name.
+
+    Raises:
+        DeviceError: No kernel understands the method.
+        FormatError: An array is missing, or the arrays do not fit together.
+        DtypeError, StateError: An array has another number format, or is not contiguous.
+
+    >>> row = describe("bf16", {}, (1, 2, 3, 8), {"exact": torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)})
+    >>> row.recipe.form, row.words[Field.TOKENS], row.streams
+    (<Form.EXACT: 0>, 3, (1, 2))
+    """
+    if method not in READABLE:
+        raise DeviceError(
+            f"method {method!r}: the kernels read {', '.join(READABLE)}; move the cache of another method to the CPU"
+        )
+    try:
+        recipe = _recipe(method, parameters, shape, arrays)
+        expected = _expected(recipe, shape, arrays)
+        for name, (tensor_shape, dtype) in expected.items():
+            _check(f"{method} array {name!r}", arrays[name], tensor_shape, dtype)
+    except KeyError as error:
+        raise FormatError(f"a unit sealed with {method} lacks its array {error}; the file is damaged") from error
+    words = [0] * (Field.STAGES + WORDS_PER_STAGE * recipe.stages)
+    words[Field.TOKENS] = shape[2]
+    for name, place in (_OTHER_FIELDS | _PSAC_FIELDS).items():
+        if name in expected:
+            words[place] = arrays[name].data_ptr()
+    counted = (
+        ("coefficients", Field.DENSE_STREAMS),
+        ("bitmap", Field.SPARSE_STREAMS),
+        ("sparse_values", Field.SPARSE_SIZE),
+    )
+    for name, place in counted:
+        words[place] = len(arrays[name]) if name in expected else 0
+    for stage in range(recipe.stages):
+        index, centroids = (arrays[f"{part}{_suffix(stage)}"] for part in ("index", "centroids"))
+        begin = Field.STAGES + WORDS_PER_STAGE * stage
+        words[begin : begin + WORDS_PER_STAGE] = index.data_ptr(), centroids.data_ptr(), centroids.shape[2]
+    devices = {arrays[name].device for name in expected}
+    if len(devices) > 1:
+        raise DeviceError(f"a unit sealed with {method} is spread over {sorted(map(str, devices))}; move it to one")
+    vectors = (arrays[name].data_ptr() for name in expected if name.startswith(_READ_AS_VECTORS))
+    return Row(recipe, shape[:2], tuple(words), all(address % VECTOR_NBYTES == 0 for address in vectors), devices.pop())
+
+
+def _suffix(stage: int) -> str:
+    """Name of a stage's arrays behind their part; the first bears none."""
+    return f"_{stage + 1}" if stage else ""
+
+
+def _recipe(
+    method: str, parameters: Mapping[str, Parameter], shape: Sequence[int], arrays: Mapping[str, Tensor]
+) -> Recipe:
+    channels = shape[3]
+    if "exact" in arrays:
+        return Recipe(Form.EXACT, channels)
+    if "channel_scales" in arrays or "minima" in arrays:
+        form = Form.CHANNEL_MINMAX if "channel_scales" in arrays else Form.MINMAX
+        return Recipe(form, channels, methods.get(method, **parameters).group_size)  # type: ignore[attr-defined]  # only kivi stores minima
+    if parameters.get("granularity") == "channel":
+        return Recipe(Form.CHANNEL_AFFINE, channels, methods.get(method, **parameters).group(channels))  # type: ignore[attr-defined]  # only rtn has granularities
+    form = Form.AFFINE if "zero_points" in arrays else Form.SYMMETRIC
+    groups = arrays["scales"].shape[-1]
+    if groups == 0 or channels % groups:
+        raise FormatError(f"a unit sealed with {method} has {groups} groups for {channels} channels")
+    stages = sum(name.startswith("centroids") for name in arrays)
+    rank = arrays["basis"].shape[-1] if "basis" in arrays else 0
+    return Recipe(form, channels, channels // groups, stages, rank, sparse="layout" in arrays)
+
+
+def _expected(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
+    """Shape and number format of every array that a recipe reads."""
+    batch, heads, tokens, channels = shape
+    streams = (batch, heads)
+    if recipe.form is Form.EXACT:
+        return {"exact": (shape, torch.bfloat16)}
+    codes: Expected = {"codes": ((*streams, tokens, packing.packed_size(channels)), torch.uint8)}
+    by_token, by_channel = -(-tokens // recipe.group), -(-channels // recipe.group)
+    match recipe.form:
+        case Form.MINMAX:
+            return codes | dict.fromkeys(("scales", "minima"), ((*streams, tokens, by_channel), torch.bfloat16))
+        case Form.CHANNEL_MINMAX:
+            names = ("channel_scales", "channel_minima")
+            return codes | dict.fromkeys(names, ((*streams, channels, by_token), torch.bfloat16))
+    rows = (by_token, channels) if recipe.form is Form.CHANNEL_AFFINE else (tokens, by_channel)
+    expected: Expected = codes | {"scales": ((*streams, *rows), torch.float8_e4m3fn)}
+    if recipe.form is not Form.SYMMETRIC:
+        expected["zero_points"] = ((*streams, packing.packed_size(prod(rows))), torch.uint8)
+        expected["super_scale"] = (streams, torch.float32)
+    for stage in range(recipe.stages):
+        count = arrays[f"centroids{_suffix(stage)}"].shape[-2]
+        expected[f"index{_suffix(stage)}"] = ((*streams, tokens), torch.uint8)
+        expected[f"centroids{_suffix(stage)}"] = ((*streams, max(count, 1), channels), torch.bfloat16)
+    return expected | _expected_psac(recipe, shape, arrays)
+
+
+def _expected_psac(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
+    batch, heads, tokens, channels = shape
+    if not recipe.rank:
+        return {}
+    sparse = arrays["bitmap"].shape[0] if recipe.sparse else 0
+    expected: Expected = {
+        "basis": ((batch, heads, channels, recipe.rank), torch.bfloat16),
+        "coefficient_scales": ((batch, heads, recipe.rank), torch.bfloat16),
+        "coefficients": ((batch * heads - sparse, tokens, recipe.rank), torch.int8),
+    }
+    if recipe.sparse:
+        flags = arrays["layout"].shape  # flat, or by batch and head
+        expected["layout"] = (tuple(flags) if prod(flags) == batch * heads else (batch, heads), torch.uint8)
+        expected["bitmap"] = ((sparse, -(-tokens * recipe.rank // 8)), torch.uint8)
+        expected["sparse_counts"] = ((sparse, -(-tokens // psac.TOKENS_PER_COUNT)), torch.int32)
+        if "sparse_values" in arrays:
+            expected["sparse_values"] = ((arrays["sparse_values"].numel(),), torch.int8)
+    return expected
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != shape:
+        raise FormatError(f"{name}: got shape {tuple(tensor.shape)}, need {shape}")
+    if tensor.dtype != dtype:
+        raise DtypeError(f"{name}: got {tensor.dtype}, need {dtype}")
+    if not tensor.is_contiguous():
+        raise StateError(f"{name}: a kernel reads contiguous arrays only; pass the sealed tensor through .to(device)")

@@ -1,0 +1,199 @@
+"""Units whose sealing was begun: what was launched on a GPU and is still to be believed.
+
+A GPU finds out late whether a unit may be sealed at all: whether its numbers are finite, and how many coefficients of
+each stream are zero. Nobody waits for it inside a layer. Kernels write a *status*, which is copied to the host behind
+them, and :meth:`PendingChunk.wait` reads it, once the units of all layers are under way. Until then the BF16 tensors
+must stay as they are; afterwards they may go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantwm_core.chunk import Kind, Parameter
+from quantwm_core.domain import MAX_MAGNITUDE
+from quantwm_core.errors import DomainError
+from quantwm_core.method import Method
+from quantwm_kernels.chunk import SealedChunk, SealedTensor
+from quantwm_kernels.psac import PsacCode
+
+
+class Status(IntEnum):
+    """Rows of a status, int32 ``[rows, streams]``: bits of magnitudes, which order as the numbers do, and a count."""
+
+    MAGNITUDE = 0
+    MOMENT = 1
+    NON_ZERO = 2
+
+
+ACCEPTED = (torch.bfloat16, torch.float16, torch.float32)
+"""Number formats of tensors that can be sealed."""
+
+_LARGEST = int(torch.tensor(MAX_MAGNITUDE, dtype=torch.float32).view(torch.int32))
+_INFINITE = int(torch.tensor(torch.inf, dtype=torch.float32).view(torch.int32))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One tensor that is to be sealed.
+
+    Attributes:
+        method: How.
+        kind: ``"keys"`` or ``"values"``.
+        values: BF16, FP16 or FP32 ``[B, H, N, D]``.
+        label: Which tensor it is, for messages.
+        previous: The same tensor of the unit before.
+    """
+
+    method: Method
+    kind: Kind
+    values: Tensor
+    label: str
+    previous: SealedTensor | None = None
+
+    @property
+    def exact(self) -> Tensor:
+        """The tensor in BF16."""
+        return self.values.to(torch.bfloat16)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(B, H, N, D)``."""
+        batch, heads, tokens, channels = self.values.shape
+        return batch, heads, tokens, channels
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A tensor that is being sealed.
+
+    Attributes:
+        method, parameters, shape: As in :class:`quantwm_kernels.chunk.SealedTensor`.
+        arrays: Storage, as if every stream's coefficients were dense.
+        label: Which tensor it is, for messages.
+        source: What is sealed.
+        streams: Its streams in the status, first and behind the last.
+    """
+
+    method: str
+    parameters: Mapping[str, Parameter]
+    shape: tuple[int, int, int, int]
+    arrays: Mapping[str, Tensor]
+    label: str
+    source: Tensor
+    streams: tuple[int, int]
+
+
+class PendingTensors:
+    """Tensors whose kernels were launched together.
+
+    Args:
+        drafts: What the kernels write.
+        status: int32 ``[rows, streams]``, written by them too.
+    """
+
+    def __init__(self, drafts: Sequence[Draft], status: Tensor) -> None:
+        self._drafts: Sequence[Draft] = drafts
+        self._sealed: tuple[SealedTensor, ...] | None = None
+        self._arrived: torch.cuda.Event | None = None
+        self._status = status
+        if status.is_cuda:
+            self._status = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
+            self._status.copy_(status, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(status.device))
+
+    def wait(self) -> tuple[SealedTensor, ...]:
+        """Wait for the status and return the sealed tensors, in the order in which they were given.
+
+        Raises:
+            DomainError: A tensor, or the queries whose moment it was sealed with, holds NaN, Inf or numbers beyond 2**60.
+        """
+        if self._sealed is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            rows = self._status.tolist()
+            self._sealed = tuple(_finished(draft, rows) for draft in self._drafts)
+            self._drafts = ()  # what was sealed may be freed
+        return self._sealed
+
+
+class Sealed(NamedTuple):
+    """Tensors that were sealed at once, as on a CPU."""
+
+    tensors: tuple[SealedTensor, ...]
+
+    def wait(self) -> tuple[SealedTensor, ...]:
+        """The tensors."""
+        return self.tensors
+
+
+class PendingChunk:
+    """A unit of one layer that is being sealed.
+
+    Args:
+        tensors: Its keys and its values.
+        start: Absolute position of its first token.
+    """
+
+    def __init__(self, tensors: PendingTensors | Sealed, start: int) -> None:
+        self._tensors = tensors
+        self._start = start
+
+    def wait(self) -> SealedChunk:
+        """Wait until the unit is sealed; later calls return it at once.
+
+        Raises:
+            DomainError: As :meth:`PendingTensors.wait`; the unit is not sealed.
+        """
+        keys, values = self._tensors.wait()
+        return SealedChunk(keys, values, self._start)
+
+
+def _finished(draft: Draft, status: Sequence[Sequence[int]]) -> SealedTensor:
+    """Believe the status, and store coefficients as they are smallest."""
+    rows = [row[slice(*draft.streams)] for row in status]
+    if max(rows[Status.MAGNITUDE]) > _LARGEST:
+        raise DomainError(_complaint(draft))
+    if max(rows[Status.MOMENT]) >= _INFINITE:
+        raise DomainError(
+            f"{draft.label}: the queries that it is sealed with hold NaN, infinite numbers or numbers beyond 2**60; "
+            "their moment cannot be repaired, so begin the cache anew"
+        )
+    arrays = dict(draft.arrays)
+    if "coefficients" in arrays:
+        arrays |= _laid_out(arrays, rows[Status.NON_ZERO], draft.shape)
+    return SealedTensor(draft.method, draft.parameters, draft.shape, arrays)
+
+
+def _laid_out(arrays: Mapping[str, Tensor], non_zero: Sequence[int], shape: Sequence[int]) -> dict[str, Tensor]:
+    """Coefficients and their layout under the names that they bear in a sealed tensor; an empty part is absent."""
+    from quantwm_kernels.triton.psac import laid_out  # noqa: PLC0415 - Triton is needed on a GPU only
+
+    code: PsacCode = laid_out(arrays["coefficients"], arrays["coefficient_scales"], non_zero)
+    parts = {
+        "coefficients": code.dense,
+        "layout": code.layout.view(shape[:2]) if code.layout.numel() else code.layout,
+        "bitmap": code.bitmap,
+        "sparse_values": code.values,
+        "sparse_counts": code.counts,
+    }
+    return {name: part for name, part in parts.items() if part.numel() or name == "coefficients"}
+
+
+def _complaint(draft: Draft) -> str:
+    """What :func:`quantwm_core.domain.check_domain` says about numbers that cannot be sealed."""
+    wide = draft.source.float()
+    bad = ~(wide.abs() <= MAX_MAGNITUDE)
+    first = tuple(int(place) for place in bad.nonzero()[0]) if bad.any() else None
+    where = "" if first is None else f"first {wide[first].item()} at index {first}; "
+    return (
+        f"{draft.label}: {int(bad.sum())} of {bad.numel()} values are NaN, infinite or beyond 2**60, {where}"
+        "repair the input before sealing"
+    )

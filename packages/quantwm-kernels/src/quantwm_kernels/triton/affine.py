@@ -1,0 +1,340 @@
+"""Group affine INT2 on a GPU, of plain values or of residuals; formulas in :mod:`quantwm_core.affine`.
+
+A token's channels stand as ``[groups, channels of a group]``, both filled up to powers of two with zeros, which change no
+range. The super-scale of a stream needs its largest range first, so there are two passes: ranges, then codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantwm_core import affine as core
+from quantwm_core import packing as core_packing
+from quantwm_core.errors import DtypeError
+from quantwm_kernels.affine import AffineCode, code_shapes, decoded_shape
+from quantwm_kernels.launch import LAUNCHES, on_device
+from quantwm_kernels.triton import packing
+from quantwm_kernels.triton.arithmetic import rounded
+from quantwm_kernels.triton.layer import Layer, Pair, padded, part_of, rows_of
+from quantwm_kernels.triton.packing import CODE_BITS, CODES_PER_BYTE, code_in
+from quantwm_kernels.triton.scales import step_of, stored_scale, super_scale_of
+
+LEVELS: tl.constexpr = tl.constexpr(core.LEVELS)
+
+
+@triton.jit
+def quotient(number, divisor):
+    """IEEE division of blocks that broadcast."""
+    return tl.div_rn(number, tl.broadcast_to(divisor, number.shape))
+
+
+@triton.jit
+def group_range(grouped):
+    """Lowest and highest value of groups along the last of three axes, zero included."""
+    return tl.minimum(tl.min(grouped, axis=2), 0.0), tl.maximum(tl.max(grouped, axis=2), 0.0)
+
+
+@triton.jit
+def step_of_range(span):
+    """Scale of groups that span so much."""
+    return tl.div_rn(span, tl.full(span.shape, LEVELS, tl.float32))
+
+
+@triton.jit
+def packed_rows(codes, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """int32 codes, ``4 * BYTES`` a row, as bytes ``[ROWS, BYTES]`` in int32."""
+    quads = tl.reshape(codes, (ROWS, BYTES, CODES_PER_BYTE))
+    position = tl.arange(0, CODES_PER_BYTE)[None, None, :]
+    return tl.sum(quads << (position * CODE_BITS), axis=2)
+
+
+@triton.jit
+def store_codes(codes, code, row, cell, group, CHANNELS: tl.constexpr, GROUP: tl.constexpr, GROUPS_2: tl.constexpr,
+                GROUP_2: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Pack and store whole-numbered codes ``[TILE, GROUPS_2, GROUP_2]`` of rows ``[TILE]``."""
+    QUADS: tl.constexpr = GROUP_2 // CODES_PER_BYTE
+    quad = tl.arange(0, QUADS)[None, None, :]
+    byte = tl.reshape(packed_rows(code.to(tl.int32), TILE * GROUPS_2, QUADS), (TILE, GROUPS_2, QUADS))
+    place = row[:, None, None] * (CHANNELS // CODES_PER_BYTE) + group[None, :, None] * (GROUP // CODES_PER_BYTE) + quad
+    tl.store(codes + place, byte.to(tl.uint8), mask=cell[:, :, None] & (quad < GROUP // CODES_PER_BYTE))
+
+
+@triton.jit
+def store_zero_points(zero_points, zero, block, size, GROUPS_2: tl.constexpr, TILE: tl.constexpr):
+    """Pack and store a tile's zero-points ``[TILE, GROUPS_2]``, which fill whole bytes of a stream's ``size``."""
+    BYTES: tl.constexpr = TILE * GROUPS_2 // CODES_PER_BYTE
+    byte = tl.reshape(packed_rows(zero.to(tl.int32), BYTES, 1), (BYTES,))
+    place = block * BYTES + tl.arange(0, BYTES)
+    tl.store(zero_points + place, byte.to(tl.uint8), mask=place < size)
+
+
+@triton.jit
+def store_coefficients(coefficients, peaks, error, projection, channel, known, row, inside, RANK: tl.constexpr,
+                       RANK_2: tl.constexpr):  # fmt: skip
+    """Store ``error @ projection`` of rows and the largest magnitude along each direction; unknown channels are zero."""
+    direction = tl.arange(0, RANK_2)
+    source = projection + channel[:, None] * RANK + direction[None, :]
+    matrix = tl.load(source, mask=known[:, None] & (direction[None, :] < RANK), other=0.0)
+    share = tl.dot(error, matrix, input_precision="tf32x3")
+    present = inside[:, None] & (direction[None, :] < RANK)
+    tl.store(coefficients + row[:, None] * RANK + direction[None, :], share, mask=present)
+    tl.store(peaks + direction, tl.max(tl.abs(share), axis=0), mask=direction < RANK)
+
+
+@triton.jit(do_not_specialize=["tokens", "per_piece"])
+def range_kernel(
+    first, second, per_tensor, heads, batch_stride, head_stride, token_stride, largest, tokens, per_piece,
+    CHANNELS: tl.constexpr, GROUP: tl.constexpr, GROUPS_2: tl.constexpr, GROUP_2: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Largest range of a group in a piece of a stream's tokens."""
+    stream, piece = tl.program_id(0), tl.program_id(1)
+    rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
+    group, lane = tl.arange(0, GROUPS_2)[None, :, None], tl.arange(0, GROUP_2)[None, None, :]
+    channel = group * GROUP + lane
+    span = tl.zeros((TILE, GROUPS_2), tl.float32)
+    for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
+        token = start + tl.arange(0, TILE)[:, None, None]
+        inside = (token < tokens) & (channel < CHANNELS) & (lane < GROUP)
+        number = tl.load(rows + token.to(tl.int64) * token_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        low, high = group_range(number)
+        span = tl.maximum(span, high - low)
+    tl.store(largest + stream * tl.num_programs(1) + piece, tl.max(span))
+
+
+@triton.jit(do_not_specialize=["tokens", "centroids", "pieces", "zero_bytes", "projected_streams"])
+def encode_kernel(
+    first, second, per_tensor, heads, batch_stride, head_stride, token_stride, first_index, second_index,
+    first_stored, second_stored, largest, projection, first_codes, second_codes, first_scales, second_scales,
+    first_zeros, second_zeros, first_super, second_super, coefficients, peaks, tokens, centroids, pieces, zero_bytes,
+    projected_streams,
+    CLUSTERED: tl.constexpr, RANK: tl.constexpr, RANK_2: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS_2: tl.constexpr, GROUP_2: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Codes, scales and zero-points of a block of tokens, and the coefficients of what is lost along a basis."""
+    stream, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
+    GROUPS: tl.constexpr = CHANNELS // GROUP
+    own, token = stream % per_tensor, block * TILE + tl.arange(0, TILE)
+    group, lane = tl.arange(0, GROUPS_2), tl.arange(0, GROUP_2)
+    channel = group[:, None] * GROUP + lane[None, :]
+    known = (group[:, None] < GROUPS) & (lane[None, :] < GROUP)
+    inside = (token < tokens)[:, None, None] & known[None, :, :]
+    place = token.to(tl.int64)[:, None, None] * token_stride + channel[None, :, :]
+    number = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
+    residual = number
+    if CLUSTERED:
+        index = part_of(first_index, second_index, stream, per_tensor) + own * tokens
+        stored = part_of(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
+        nearest = tl.load(index + token, mask=token < tokens, other=0).to(tl.int64) * CHANNELS
+        centroid = tl.load(stored + nearest[:, None, None] + channel[None, :, :], mask=inside, other=0.0).to(tl.float32)
+        residual = number - centroid
+    piece = tl.arange(0, PIECES)
+    span = tl.max(tl.load(largest + stream * pieces + piece, mask=piece < pieces, other=0.0), keep_dims=True)
+    super_scale = super_scale_of(step_of_range(span))
+    super_scales = part_of(first_super, second_super, stream, per_tensor) + own + tl.arange(0, 1)
+    tl.store(super_scales, super_scale, mask=(tl.arange(0, 1) + block) == 0)
+    low, high = group_range(residual)
+    super_scale = tl.broadcast_to(super_scale[:, None], (TILE, GROUPS_2))
+    bits = stored_scale(step_of_range(high - low), super_scale)
+    step = step_of(bits, super_scale)
+    divisor = tl.where(step > 0, step, 1.0)
+    zero = tl.clamp(rounded(tl.div_rn(-low, divisor)), 0.0, LEVELS * 1.0)
+    code = tl.clamp(rounded(quotient(residual, divisor[:, :, None])) + zero[:, :, None], 0.0, LEVELS * 1.0)
+    row = own * tokens + token
+    cell = (token < tokens)[:, None] & (group[None, :] < GROUPS)
+    scales = part_of(first_scales, second_scales, stream, per_tensor)
+    tl.store(scales + row[:, None] * GROUPS + group[None, :], bits.to(tl.uint8), mask=cell)
+    codes = part_of(first_codes, second_codes, stream, per_tensor)
+    store_codes(codes, code, row, cell, group, CHANNELS, GROUP, GROUPS_2, GROUP_2, TILE)
+    zero_points = part_of(first_zeros, second_zeros, stream, per_tensor)
+    if GROUPS == GROUPS_2:
+        store_zero_points(zero_points + own * zero_bytes, zero, block, zero_bytes, GROUPS_2, TILE)
+    else:
+        tl.store(zero_points + row[:, None] * GROUPS + group[None, :], zero.to(tl.uint8), mask=cell)
+    if RANK > 0:
+        restored = (code - zero[:, :, None]) * step[:, :, None]
+        if CLUSTERED:
+            restored = centroid + restored
+        lost = tl.reshape(number - restored, (TILE, GROUPS_2 * GROUP_2))
+        flat, exists = tl.reshape(channel, (GROUPS_2 * GROUP_2,)), tl.reshape(known, (GROUPS_2 * GROUP_2,))
+        if stream < projected_streams:
+            summit = peaks + (stream * tl.num_programs(1) + block) * RANK
+            store_coefficients(
+                coefficients, summit, lost, projection + stream * CHANNELS * RANK, flat, exists, row, token < tokens,
+                RANK, RANK_2,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens", "start", "stop", "zero_bytes"])
+def decode_kernel(
+    codes, scales, zero_points, super_scales, values, tokens, start, stop, zero_bytes,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, GROUPS_2: tl.constexpr, GROUP_2: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``(code - z) * s'`` of a block of tokens."""
+    stream, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = start + block * TILE + tl.arange(0, TILE)
+    group, lane = tl.arange(0, GROUPS_2), tl.arange(0, GROUP_2)
+    cell = (token < stop)[:, None] & (group[None, :] < GROUPS)
+    row = stream * tokens + token
+    super_scale = tl.load(super_scales + stream)
+    step = step_of(tl.load(scales + row[:, None] * GROUPS + group[None, :], mask=cell, other=0), super_scale)
+    flat = token[:, None].to(tl.int64) * GROUPS + group[None, :]
+    byte = tl.load(zero_points + stream * zero_bytes + flat // CODES_PER_BYTE, mask=cell, other=0).to(tl.int32)
+    zero = code_in(byte, (flat % CODES_PER_BYTE).to(tl.int32))
+    channel = group[None, :, None] * GROUP + lane[None, None, :]
+    inside = cell[:, :, None] & (lane[None, None, :] < GROUP)
+    place = row[:, None, None] * (GROUPS * GROUP // CODES_PER_BYTE) + channel // CODES_PER_BYTE
+    code = code_in(tl.load(codes + place, mask=inside, other=0).to(tl.int32), channel % CODES_PER_BYTE)
+    number = (code - zero[:, :, None]).to(tl.float32) * step[:, :, None]
+    place = (stream * (stop - start) + (token - start))[:, None, None] * (GROUPS * GROUP) + channel
+    tl.store(values + place, number, mask=inside)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What a layer is coded against, beside itself.
+
+    Attributes:
+        index: uint8 ``[streams of a tensor, N]`` of each tensor, the centroid of every token.
+        stored: BF16 ``[streams of a tensor, C, D]`` of each tensor.
+    """
+
+    index: Pair
+    stored: Pair
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What becomes of the error of the first streams.
+
+    Attributes:
+        matrix: FP32 ``[streams, D, r]``; coefficients are ``error @ matrix``.
+        coefficients: FP32 ``[streams, N, r]``, written.
+        peaks: FP32 ``[streams, blocks, r]``, their largest magnitudes per block of tokens, written.
+    """
+
+    matrix: Tensor
+    coefficients: Tensor
+    peaks: Tensor
+
+    @classmethod
+    def onto(cls, matrix: Tensor, tokens: int) -> Projection:
+        """Memory for the coefficients of ``tokens`` along a matrix ``[streams, D, r]``."""
+        streams, _, rank = matrix.shape
+        blocks = triton.cdiv(tokens, LAUNCHES["encode_groups"].blocks["TILE"])
+        return cls(matrix, matrix.new_empty(streams, tokens, rank), matrix.new_empty(streams, blocks, rank))
+
+
+def group_sizes(channels: int, group_size: int) -> tuple[int, int]:
+    """Groups and channels of a group, filled up to powers of two."""
+    groups = core.check_group_size(channels, group_size)
+    return padded(groups, 1), padded(group_size, core_packing.CODES_PER_BYTE)
+
+
+def largest_ranges(layer: Layer, group_size: int) -> Tensor:
+    """Largest group range of each piece of the plain values, FP32 ``[S, pieces]``."""
+    launch = LAUNCHES["group_ranges"]
+    per_piece, pieces = layer.split(launch)
+    largest = layer.empty(pieces, dtype=torch.float32)
+    range_kernel[layer.streams, pieces](
+        *layer.source, largest, layer.tokens, per_piece, layer.channels, group_size,
+        *group_sizes(layer.channels, group_size), **launch.options,
+    )  # fmt: skip
+    return largest
+
+
+class Codes(NamedTuple):
+    """Affine codes of both tensors of a layer; fields as in :class:`quantwm_core.affine.AffineCode`."""
+
+    codes: Pair
+    scales: Pair
+    zero_points: Pair
+    super_scale: Pair
+
+
+def as_e4m3(pair: Pair) -> Pair:
+    """Bytes as E4M3."""
+    return pair[0].view(torch.float8_e4m3fn), pair[1].view(torch.float8_e4m3fn)
+
+
+def encode_layer(
+    layer: Layer, group_size: int, largest: Tensor, residual: Residual | None = None, along: Projection | None = None
+) -> Codes:
+    """Code all streams.
+
+    Args:
+        layer: The values.
+        group_size: Channels that share a scale.
+        largest: FP32 ``[S, pieces]``, of whose maximum the super-scale is made.
+        residual: Codebooks that are subtracted first.
+        along: What to project the error on.
+    """
+    shapes = code_shapes((layer.per_tensor, layer.tokens, layer.channels), group_size)
+    groups = group_sizes(layer.channels, group_size)
+    aligned = groups[0] * group_size == layer.channels
+    launch = LAUNCHES["encode_groups"]
+    codes, scales = (layer.pair(*shape[1:], dtype=torch.uint8) for shape in shapes[:2])
+    zero_bytes = shapes[2][1] if aligned else layer.tokens * shapes[1][2]
+    zero_points = layer.pair(zero_bytes, dtype=torch.uint8)
+    super_scale = layer.pair(dtype=torch.float32)
+    index, stored = (codes, codes) if residual is None else (residual.index, residual.stored)
+    parts = (largest, largest, largest) if along is None else (along.matrix, along.coefficients, along.peaks)
+    rank = 0 if along is None else along.matrix.shape[-1]
+    encode_kernel[layer.streams, triton.cdiv(layer.tokens, launch.blocks["TILE"])](
+        *layer.source, *index, *stored, largest, parts[0], *codes, *scales, *zero_points, *super_scale, *parts[1:],
+        layer.tokens, stored[0].shape[1], largest.shape[1], shapes[2][1], 0 if along is None else len(along.matrix),
+        residual is not None, rank, padded(rank), layer.channels, group_size, *groups, padded(largest.shape[1], 1),
+        **launch.options,
+    )  # fmt: skip
+    if not aligned:  # neighbouring tokens share bytes in no pattern that a tile could keep
+        zero_points = packing.pack(zero_points[0]), packing.pack(zero_points[1])
+    return Codes(codes, as_e4m3(scales), zero_points, super_scale)
+
+
+def encode(values: Tensor, group_size: int) -> AffineCode:
+    """Quantize FP32 values to 2 bits; see :func:`quantwm_kernels.affine.encode`.
+
+    Args:
+        values: FP32, FP16 or BF16 ``[*streams, tokens, channels]`` of any strides, finite.
+        group_size: Channels that share a scale.
+
+    Raises:
+        ParameterError, ShapeError, DtypeError: An argument does not fit.
+        DeviceError: No kernel runs where the values live.
+    """
+    shapes = code_shapes(values.shape, group_size)
+    layer = Layer.of(values)
+    with on_device(values, "values"):
+        code = encode_layer(layer, group_size, largest_ranges(layer, group_size))
+    return AffineCode(*(pair[0].view(shape) for pair, shape in zip(code, shapes, strict=True)))
+
+
+def decode(code: AffineCode, start: int = 0, stop: int | None = None) -> Tensor:
+    """Reconstruct tokens ``start`` to ``stop`` (end by default) in FP32.
+
+    Raises:
+        DtypeError: The scales are no E4M3.
+        DeviceError: No kernel runs where the code lives.
+    """
+    if code.scales.dtype is not torch.float8_e4m3fn:
+        raise DtypeError(f"scales: got {code.scales.dtype}, need torch.float8_e4m3fn")
+    tokens, groups = code.scales.shape[-2:]
+    end = tokens if stop is None else stop
+    values = torch.empty(decoded_shape(code.codes.shape, start, end), dtype=torch.float32, device=code.codes.device)
+    channels = values.shape[-1]
+    launch = LAUNCHES["decode_groups"]
+    with on_device(code.codes, "codes"):
+        if values.numel():
+            grid = (code.super_scale.numel(), triton.cdiv(end - start, launch.blocks["TILE"]))
+            decode_kernel[grid](
+                code.codes.contiguous(), code.scales.contiguous().view(torch.uint8), code.zero_points.contiguous(),
+                code.super_scale.contiguous(), values, tokens, start, end, code.zero_points.shape[-1], groups,
+                channels // groups, *group_sizes(channels, channels // groups), **launch.options,
+            )  # fmt: skip
+    return values

@@ -1,0 +1,186 @@
+"""Which centroid a token is nearest to, and what the tokens of a centroid sum to: kernels of k-means.
+
+Codebooks come prepared, as :mod:`quantwm_kernels.triton.frame` says: ``score = bias - 2 x v``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quantwm_core import codebook as core
+from quantwm_kernels.triton.arithmetic import product, scaled
+from quantwm_kernels.triton.domain import to_bf16
+from quantwm_kernels.triton.layer import rows_of
+
+INDEX_BITS: tl.constexpr = tl.constexpr(core.MAX_CENTROIDS - 1)
+DISTANCE_BITS: tl.constexpr = tl.constexpr(-core.MAX_CENTROIDS)
+ABOVE_ALL: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+COUNT_COLUMNS: tl.constexpr = tl.constexpr(16)
+
+
+@triton.jit
+def weighted_block(weighted, centroids, start, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Channels ``start`` and on of a weighted codebook, ``[BLOCK_K, BLOCK_C]``."""
+    channel = start + tl.arange(0, BLOCK_K)[:, None]
+    row = tl.arange(0, BLOCK_C)[None, :]
+    inside = (row < centroids) & (channel < CHANNELS)
+    return tl.load(weighted + row * CHANNELS + channel, mask=inside, other=0.0)
+
+
+@triton.jit
+def token_block(rows, token, tokens, token_stride, start, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Channels ``start`` and on of a tile of tokens, ``[TILE, BLOCK_K]``."""
+    channel = start + tl.arange(0, BLOCK_K)
+    inside = (token[:, None] < tokens) & (channel[None, :] < CHANNELS)
+    return tl.load(rows + token[:, None].to(tl.int64) * token_stride + channel[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def into_frame(number, offset, shift, start, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tokens moved and scaled, FP32."""
+    channel = start + tl.arange(0, BLOCK_K)
+    middle = tl.load(offset + channel, mask=channel < CHANNELS, other=0.0)
+    return scaled(number.to(tl.float32) - middle[None, :], -shift)
+
+
+@triton.jit
+def exact_product(centred, coarse, fine, scores):
+    """Product of FP32 tokens and of a codebook in two BF16 parts, all but the smallest of four terms."""
+    near = to_bf16(centred)
+    rest = to_bf16(centred - near.to(tl.float32))
+    scores = product(rest, coarse, scores)
+    scores = product(near, fine, scores)
+    return product(near, coarse, scores)
+
+
+@triton.jit
+def lowest(scores, column, BLOCK_C: tl.constexpr):
+    """Smallest score of each row and its column, the first of several."""
+    best = tl.min(scores, axis=1)
+    found = tl.min(tl.where(scores == best[:, None], column, BLOCK_C), axis=1)
+    return best, found
+
+
+@triton.jit(do_not_specialize=["tokens", "centroids", "per_piece"])
+def assign_kernel(
+    first, second, per_tensor, heads, batch_stride, head_stride, token_stride, offset, exponent, high, bias, index,
+    tokens, centroids, per_piece,
+    CENTRED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Nearest centroid of every token of a piece, as close as one BF16 product tells."""
+    stream, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
+    column = tl.arange(0, BLOCK_C)[None, :]
+    constant = tl.load(bias + stream * centroids + column, mask=column < centroids, other=float("inf"))
+    own = high + stream * centroids * CHANNELS
+    middle = offset + stream * CHANNELS
+    shift = tl.load(exponent + stream)
+    if BLOCK_K == BLOCK_D:
+        resident = weighted_block(own, centroids, 0, CHANNELS, BLOCK_C, BLOCK_K)
+    for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
+        token = start + tl.arange(0, TILE)
+        scores = tl.zeros((TILE, BLOCK_C), tl.float32)
+        if BLOCK_K == BLOCK_D:
+            number = token_block(rows, token, tokens, token_stride, 0, CHANNELS, BLOCK_K)
+            if CENTRED:
+                number = to_bf16(into_frame(number, middle, shift, 0, CHANNELS, BLOCK_K))
+            scores = product(number, resident, scores)
+        else:
+            for begin in range(0, BLOCK_D, BLOCK_K):
+                number = token_block(rows, token, tokens, token_stride, begin, CHANNELS, BLOCK_K)
+                if CENTRED:
+                    number = to_bf16(into_frame(number, middle, shift, begin, CHANNELS, BLOCK_K))
+                block = weighted_block(own, centroids, begin, CHANNELS, BLOCK_C, BLOCK_K)
+                scores = product(number, block, scores)
+        _, found = lowest(scores + constant, column, BLOCK_C)
+        place = index + stream * tokens + token
+        tl.store(place, tl.minimum(found, centroids - 1).to(tl.uint8), mask=token < tokens)
+
+
+@triton.jit(do_not_specialize=["tokens", "centroids", "per_piece"])
+def sum_kernel(
+    first, second, per_tensor, heads, batch_stride, head_stride, token_stride, index, sums, counts, tokens, centroids,
+    per_piece,
+    PARTS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sum and number of a piece's tokens for each of a block of centroids; FP32 tokens as a sum of BF16 parts."""
+    stream, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
+    row = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    channel = tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
+    count = tl.zeros((BLOCK_C, COUNT_COLUMNS), tl.float32)
+    one = tl.full((TILE, COUNT_COLUMNS), 1.0, tl.float32).to(tl.bfloat16)
+    for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
+        token = start + tl.arange(0, TILE)
+        inside = token < tokens
+        nearest = tl.load(index + stream * tokens + token, mask=inside, other=0).to(tl.int32)
+        nearest = tl.where(inside, nearest, -1)
+        member = (row[:, None] == nearest[None, :]).to(tl.float32).to(tl.bfloat16)
+        place = token[:, None].to(tl.int64) * token_stride + channel[None, :]
+        number = tl.load(rows + place, mask=inside[:, None] & (channel[None, :] < CHANNELS), other=0.0)
+        if PARTS == 1:
+            total = product(member, number, total)
+        else:
+            rest = number.to(tl.float32)
+            for _ in tl.static_range(PARTS):
+                part = to_bf16(rest)
+                total = product(member, part, total)
+                rest -= part.to(tl.float32)
+        count = product(member, one, count)
+    part = (stream * tl.num_programs(1) + piece) * centroids
+    inside = (row[:, None] < centroids) & (channel[None, :] < CHANNELS)
+    tl.store(sums + (part + row[:, None]) * CHANNELS + channel[None, :], total, mask=inside)
+    number = tl.sum(tl.where(tl.arange(0, COUNT_COLUMNS)[None, :] == 0, count, 0.0), axis=1)
+    tl.store(counts + part + row, number, mask=row < centroids)
+
+
+@triton.jit(do_not_specialize=["tokens", "centroids", "per_piece", "first_ranks", "second_ranks"])
+def nearest_kernel(
+    first, second, per_tensor, heads, batch_stride, head_stride, token_stride, offset, exponent, high, low, bias,
+    found, tokens, centroids, per_piece, first_ranks, second_ranks, ranks,
+    CHANNELS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The nearest centroids of every token of a piece, exact but for roundings of FP32.
+
+    Further ranks are told apart by how much farther they are than the nearest, 16 bits of it, and by their column.
+    """
+    stream, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
+    column = tl.arange(0, BLOCK_C)[None, :]
+    constant = tl.load(bias + stream * centroids + column, mask=column < centroids, other=float("inf"))
+    coarse_rows, fine_rows = high + stream * centroids * CHANNELS, low + stream * centroids * CHANNELS
+    middle = offset + stream * CHANNELS
+    shift = tl.load(exponent + stream)
+    if BLOCK_K == BLOCK_D:
+        coarse = weighted_block(coarse_rows, centroids, 0, CHANNELS, BLOCK_C, BLOCK_K)
+        fine = weighted_block(fine_rows, centroids, 0, CHANNELS, BLOCK_C, BLOCK_K)
+    wanted = tl.where(stream < per_tensor, first_ranks, second_ranks)
+    for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
+        token = start + tl.arange(0, TILE)
+        scores = tl.zeros((TILE, BLOCK_C), tl.float32)
+        if BLOCK_K == BLOCK_D:
+            number = token_block(rows, token, tokens, token_stride, 0, CHANNELS, BLOCK_K)
+            centred = into_frame(number, middle, shift, 0, CHANNELS, BLOCK_K)
+            scores = exact_product(centred, coarse, fine, scores)
+        else:
+            for begin in range(0, BLOCK_D, BLOCK_K):
+                number = token_block(rows, token, tokens, token_stride, begin, CHANNELS, BLOCK_K)
+                centred = into_frame(number, middle, shift, begin, CHANNELS, BLOCK_K)
+                coarse_block = weighted_block(coarse_rows, centroids, begin, CHANNELS, BLOCK_C, BLOCK_K)
+                fine_block = weighted_block(fine_rows, centroids, begin, CHANNELS, BLOCK_C, BLOCK_K)
+                scores = exact_product(centred, coarse_block, fine_block, scores)
+        scores += constant
+        best, rank = lowest(scores, column, BLOCK_C)
+        place = found + (stream * tokens + token) * ranks
+        tl.store(place, tl.minimum(rank, centroids - 1).to(tl.uint8), mask=token < tokens)
+        if wanted > 1:
+            farther = (scores - best[:, None]).to(tl.int32, bitcast=True)
+            key = tl.where(column == rank[:, None], -1, (farther & DISTANCE_BITS) | column)
+            last = tl.full((TILE,), -1, tl.int32)
+            for number_of in range(1, wanted):
+                last = tl.min(tl.where(key > last[:, None], key, ABOVE_ALL), axis=1)
+                rank = tl.minimum(last & INDEX_BITS, centroids - 1)
+                tl.store(place + number_of, rank.to(tl.uint8), mask=token < tokens)

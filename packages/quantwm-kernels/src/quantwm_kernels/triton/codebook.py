@@ -1,0 +1,277 @@
+"""k-means and nearest centroids on a GPU: assignment and update are matrix products, nothing is sorted, no two sums race.
+
+What a metric is and what must come out stands in :mod:`quantwm_core.codebook`. A round is three launches for all
+streams: the nearest centroid of every token; the sums of a piece of the tokens per centroid, a product with the one-hot
+matrix of the index; and, in a fixed order, the sum of the pieces, which also prepares the next round
+(:mod:`quantwm_kernels.triton.frame`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantwm_core import codebook as core
+from quantwm_core.errors import DtypeError, ParameterError, ShapeError
+from quantwm_kernels.codebook import Metric, index_shape, table_shape
+from quantwm_kernels.launch import LAUNCHES, Launch, on_device, shared_memory
+from quantwm_kernels.triton.assignment import assign_kernel, nearest_kernel, sum_kernel
+from quantwm_kernels.triton.frame import DIAGONAL, FULL, UNIFORM, frame_kernel, magnitude_kernel, table_kernel
+from quantwm_kernels.triton.layer import Layer, Pair, padded
+
+WIDE = 128
+"""Head dimension beyond which a block of sums must take fewer centroids."""
+SPARE_BYTES = 2048
+BF16_PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+"""How many BF16 numbers add up to one of another format."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Codebooks of a batch of streams while they are made; see :mod:`quantwm_kernels.triton.frame`.
+
+    Attributes:
+        layer: The streams.
+        metric: None, FP32 ``[S, D]`` or ``[S, D, D]``.
+        table: FP32 ``[S, C, D]``.
+        offset, exponent: FP32 ``[S, D]`` and int32 ``[S]``.
+        largest: int32 ``[S]``, bits of the largest magnitude of the tokens, above infinity's where one is no number.
+        high, low: BF16 ``[S, C, D]``, minus twice the weighted centroids.
+        bias: FP32 ``[S, C]``.
+        stored: BF16 ``[streams of a tensor, C, D]`` of each tensor, the codebooks that are kept.
+    """
+
+    layer: Layer
+    metric: Tensor | None
+    table: Tensor
+    offset: Tensor
+    exponent: Tensor
+    largest: Tensor
+    high: Tensor
+    low: Tensor
+    bias: Tensor
+    stored: Pair
+
+    @property
+    def centroids(self) -> int:
+        """Rows of a codebook."""
+        return self.table.shape[1]
+
+    @property
+    def rounds_are_centred(self) -> bool:
+        """Whether k-means moves the tokens too: what is BF16 already need not be rounded again."""
+        return self.layer.first.dtype is not torch.bfloat16
+
+
+def magnitudes_of(layer: Layer) -> Tensor:
+    """Largest magnitude in each piece of a stream, int32 bits ``[S, pieces]``, NaN above all."""
+    launch = LAUNCHES["magnitude"]
+    per_piece, pieces = layer.split(launch)
+    magnitudes = layer.empty(pieces, dtype=torch.int32)
+    magnitude_kernel[layer.streams, pieces](
+        *layer.source, magnitudes, layer.tokens, per_piece, layer.channels, padded(layer.channels), **launch.options
+    )
+    return magnitudes
+
+
+def begin(
+    layer: Layer, centroids: int, metric: Tensor | None, initial: Tensor | None, largest: Tensor | None = None
+) -> Frame:
+    """Bring a codebook of ``[S, centroids, D]``, given or made of tokens, and its streams into a frame.
+
+    ``largest`` is memory for the frame's field of that name.
+    """
+    channels = layer.channels
+    table = layer.empty(centroids, channels, dtype=torch.float32)
+    if initial is not None:
+        table.copy_(initial)
+    frame = Frame(
+        layer,
+        metric,
+        table,
+        layer.empty(channels, dtype=torch.float32),
+        layer.empty(dtype=torch.int32),
+        layer.empty(dtype=torch.int32) if largest is None else largest,
+        layer.empty(centroids, channels, dtype=torch.bfloat16),
+        layer.empty(centroids, channels, dtype=torch.bfloat16),
+        layer.empty(centroids, dtype=torch.float32),
+        layer.pair(centroids, channels, dtype=torch.bfloat16),
+    )
+    magnitudes, wide = magnitudes_of(layer), padded(channels)
+    pieces, launch = magnitudes.shape[1], LAUNCHES["frame"]
+    frame_kernel[layer.streams,](
+        *layer.source, magnitudes, table, frame.offset, frame.exponent, frame.largest, layer.tokens, centroids, pieces,
+        initial is None, channels, wide, PIECES=padded(pieces, 1), **launch.options,
+    )  # fmt: skip
+    return frame
+
+
+def refine(frame: Frame, iterations: int) -> None:
+    """Rounds of k-means; ends with the stored codebook, prepared for :func:`rank`."""
+    prepare(frame, None, final=iterations == 0)
+    index = frame.layer.empty(frame.layer.tokens, dtype=torch.uint8)
+    for iteration in range(iterations):
+        assign(frame, index)
+        prepare(frame, add_members(frame, index), final=iteration == iterations - 1)
+
+
+def assign(frame: Frame, index: Tensor) -> None:
+    """Nearest centroid of every token, as a round of k-means needs it, into uint8 ``[S, N]``."""
+    layer, launch = frame.layer, _table_launch("assign_centroids", frame, tables=1)
+    per_piece, pieces = layer.split(launch)
+    assign_kernel[layer.streams, pieces](
+        *layer.source, frame.offset, frame.exponent, frame.high, frame.bias, index, layer.tokens, frame.centroids,
+        per_piece, frame.rounds_are_centred, layer.channels, padded(layer.channels), padded(frame.centroids),
+        **launch.options,
+    )  # fmt: skip
+
+
+def add_members(frame: Frame, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums ``[S, pieces, C, D]`` and numbers ``[S, pieces, C]`` of the tokens of every centroid, FP32."""
+    layer = frame.layer
+    launch = LAUNCHES["sum_members" if layer.channels <= WIDE else "sum_members_wide"]
+    blocks = triton.cdiv(frame.centroids, launch.blocks["BLOCK_C"])
+    per_piece, pieces = layer.split(launch, layer.streams * blocks)
+    sums = layer.empty(pieces, frame.centroids, layer.channels, dtype=torch.float32)
+    counts = layer.empty(pieces, frame.centroids, dtype=torch.float32)
+    sum_kernel[layer.streams, pieces, blocks](
+        *layer.source, index, sums, counts, layer.tokens, frame.centroids, per_piece, BF16_PARTS[layer.first.dtype],
+        layer.channels, padded(layer.channels), **launch.options,
+    )  # fmt: skip
+    return sums, counts
+
+
+def prepare(frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool) -> None:
+    """New centroids from sums and counts, and what the next assignment takes."""
+    metric = frame.metric
+    kind = UNIFORM if metric is None else DIAGONAL if metric.ndim == 2 else FULL
+    if kind is FULL and update is not None:  # a full metric reads whole rows, so they must stand in memory first
+        _table(frame, update, UNIFORM, final=False)
+        update = None
+    _table(frame, update, kind, final=final)
+
+
+def rank(frame: Frame, first_ranks: int, second_ranks: int) -> Tensor:
+    """Indices of the nearest stored centroids, uint8 ``[S, N, ranks]``; ranks beyond a tensor's own are not written."""
+    layer, launch = frame.layer, _table_launch("rank_centroids", frame, tables=2)
+    ranks = max(first_ranks, second_ranks)
+    found = layer.empty(layer.tokens, ranks, dtype=torch.uint8)
+    per_piece, pieces = layer.split(launch)
+    wide = padded(layer.channels)
+    nearest_kernel[layer.streams, pieces](
+        *layer.source, frame.offset, frame.exponent, frame.high, frame.low, frame.bias, found, layer.tokens,
+        frame.centroids, per_piece, first_ranks, second_ranks, ranks, layer.channels, wide, padded(frame.centroids),
+        **launch.options,
+    )  # fmt: skip
+    return found
+
+
+def fit(
+    values: Tensor, centroids: int, metric: Metric = None, iterations: int = 10, initial: Tensor | None = None
+) -> Tensor:
+    """Lloyd's algorithm, all streams side by side; see :func:`quantwm_kernels.codebook.fit`.
+
+    Args:
+        values: BF16, FP16 or FP32 ``[*streams, tokens, channels]`` of any strides.
+        centroids: Codebook size, 1 to 256; at most ``tokens`` rows are made.
+        metric: None, FP32 ``[*streams, channels]`` or ``[*streams, channels, channels]``.
+        iterations: Rounds of assignment and update, at least 0.
+        initial: Warm start, ``[*streams, min(centroids, tokens), channels]``.
+
+    Returns:
+        BF16 ``[*streams, min(centroids, tokens), channels]``.
+
+    Raises:
+        ParameterError, ShapeError, DtypeError: An argument does not fit.
+        DeviceError: No kernel runs where the values live.
+    """
+    core.check_size(centroids)
+    if iterations < 0:
+        raise ParameterError(f"{iterations} iterations: need 0 or more")
+    layer, shape = Layer.of(values), table_shape(values.shape, centroids)
+    if initial is not None and tuple(initial.shape) != shape:
+        raise ShapeError(f"initial centroids: got shape {tuple(initial.shape)}, need {shape}")
+    start = None if initial is None else initial.reshape(layer.streams, *shape[-2:])
+    with on_device(values, "values"):
+        frame = begin(layer, shape[-2], _flat_metric(metric, values), start)
+        refine(frame, iterations)
+    return frame.stored[0].view(shape)
+
+
+def nearest(values: Tensor, centroids: Tensor, metric: Metric = None, count: int = 1) -> Tensor:
+    """The ``count`` nearest centroids of every token; see :func:`quantwm_kernels.codebook.nearest`.
+
+    Args:
+        values: BF16, FP16 or FP32 ``[*streams, tokens, channels]`` of any strides.
+        centroids: BF16 ``[*streams, centroids, channels]``, a stored codebook.
+        metric: As for :func:`fit`.
+        count: Centroids per token.
+
+    Returns:
+        int64 ``[*streams, tokens, count]``, nearest first, ties to the lowest index.
+
+    Raises:
+        ParameterError, ShapeError, DtypeError: An argument does not fit.
+        DeviceError: No kernel runs where the values live.
+    """
+    size = centroids.shape[-2]
+    if not 1 <= count <= size:
+        raise ParameterError(f"{count} nearest of {size} centroids: need 1 to {size}")
+    with on_device(values, "values"):
+        found = rank(framed(values, centroids, metric), count, count)
+    return found.view(index_shape(values.shape, count)).long()
+
+
+def framed(values: Tensor, centroids: Tensor, metric: Metric) -> Frame:
+    """A stored codebook of ``[*streams, C, D]``, ready for :func:`rank`.
+
+    Raises:
+        ParameterError, ShapeError, DtypeError: An argument does not fit.
+    """
+    size = centroids.shape[-2]
+    core.check_size(size)
+    if centroids.shape[:-2] != values.shape[:-2] or centroids.shape[-1] != values.shape[-1]:
+        raise ShapeError(f"values {tuple(values.shape)} and centroids {tuple(centroids.shape)} do not fit")
+    layer = Layer.of(values)
+    frame = begin(layer, size, _flat_metric(metric, values), centroids.reshape(layer.streams, size, -1))
+    refine(frame, 0)
+    return frame
+
+
+def _flat_metric(metric: Metric, values: Tensor) -> Tensor | None:
+    """Metric with one axis of streams."""
+    if metric is None:
+        return None
+    streams, channels = values.shape[:-2], values.shape[-1]
+    if tuple(metric.shape) not in ((*streams, channels), (*streams, channels, channels)):
+        raise ShapeError(f"metric {tuple(metric.shape)} does not fit values {tuple(values.shape)}")
+    if metric.dtype is not torch.float32:
+        raise DtypeError(f"metric: got {metric.dtype}, need torch.float32")
+    return metric.reshape(-1, *metric.shape[len(streams) :]).contiguous()
+
+
+def _table_launch(name: str, frame: Frame, tables: int) -> Launch:
+    """Launch that keeps ``tables`` weighted codebooks in fast memory beside its tokens, or else one that streams them."""
+    layer, resident = frame.layer, LAUNCHES[name]
+    wide = padded(layer.channels)
+    rows = tables * padded(frame.centroids) + resident.blocks["TILE"] * (resident.stages + 1)
+    if rows * wide * torch.bfloat16.itemsize + SPARE_BYTES <= shared_memory(layer.first.device):
+        return replace(resident, blocks={**resident.blocks, "BLOCK_K": wide})
+    streamed = LAUNCHES[f"{name}_streamed"]
+    return replace(streamed, blocks={**streamed.blocks, "BLOCK_K": min(wide, streamed.blocks["BLOCK_K"])})
+
+
+def _table(frame: Frame, update: tuple[Tensor, Tensor] | None, kind: tl.constexpr, *, final: bool) -> None:
+    launch, channels = LAUNCHES["prepare_centroids"], frame.layer.channels
+    sums, counts = (frame.table, frame.bias) if update is None else update
+    pieces = 0 if update is None else sums.shape[1]
+    wide = padded(channels)
+    table_kernel[frame.layer.streams, triton.cdiv(frame.centroids, launch.blocks["ROWS"])](
+        frame.table, frame.offset, frame.exponent, frame.table if frame.metric is None else frame.metric, sums, counts,
+        frame.high, frame.low, frame.bias, *frame.stored, frame.layer.per_tensor, frame.centroids, pieces, update is not None, final,
+        kind.value, final or frame.rounds_are_centred, channels, wide, BLOCK_K=min(wide, 32), **launch.options,
+    )  # fmt: skip

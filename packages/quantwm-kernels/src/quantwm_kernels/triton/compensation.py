@@ -1,0 +1,219 @@
+"""Reading PSAC on a GPU: ``A^ U^T`` of a tile of tokens, by matrix units. Layouts are drawn in :mod:`quantwm_core.psac`.
+
+Columns of the product stand in the order in which a thread of a matrix unit holds them, so that each thread ends up with
+whole words of channels and nothing is exchanged: see :func:`channel_of`.
+
+The scale of a direction is folded into the basis: ``a_i U_ji`` has 16 bits of mantissa, which two BF16 numbers hold
+exactly, and an INT8 step is exact in BF16. So ``steps [steps] @ [high; low]`` is the FP32 product, summed in FP32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quantwm_core import psac
+from quantwm_kernels.recipe import Field
+from quantwm_kernels.triton.clustered import bytes_at, halves_at, wide
+from quantwm_kernels.triton.domain import MATRIX_DTYPE
+
+BASIS: tl.constexpr = tl.constexpr(int(Field.BASIS))
+COEFFICIENT_SCALES: tl.constexpr = tl.constexpr(int(Field.COEFFICIENT_SCALES))
+COEFFICIENTS: tl.constexpr = tl.constexpr(int(Field.COEFFICIENTS))
+LAYOUT: tl.constexpr = tl.constexpr(int(Field.LAYOUT))
+BITMAP: tl.constexpr = tl.constexpr(int(Field.BITMAP))
+SPARSE_VALUES: tl.constexpr = tl.constexpr(int(Field.SPARSE_VALUES))
+SPARSE_COUNTS: tl.constexpr = tl.constexpr(int(Field.SPARSE_COUNTS))
+DENSE_STREAMS: tl.constexpr = tl.constexpr(int(Field.DENSE_STREAMS))
+SPARSE_STREAMS: tl.constexpr = tl.constexpr(int(Field.SPARSE_STREAMS))
+SPARSE_SIZE: tl.constexpr = tl.constexpr(int(Field.SPARSE_SIZE))
+TOKENS_PER_COUNT: tl.constexpr = tl.constexpr(psac.TOKENS_PER_COUNT)
+HIGH_HALF: tl.constexpr = tl.constexpr(-65536)
+FLAGS: tl.constexpr = tl.constexpr(64)
+# Directions of a matrix operand; more than MOST are taken in parts of as many, and no operand is kept.
+FEW: tl.constexpr = tl.constexpr(8)
+MOST: tl.constexpr = tl.constexpr(16)
+WORDS_PER_PART: tl.constexpr = tl.constexpr(4)
+
+
+@triton.jit
+def channel_of(column, LANES: tl.constexpr):
+    """Channel of a column of the product.
+
+    Thread ``q`` of four holds columns ``2q`` and ``2q + 1`` of every eight. A part of the tile is four words, one for each
+    of these threads: column ``8j + 2q + e`` of a part is lane ``2j + e`` of word ``q``.
+    """
+    part, inside = column // (WORDS_PER_PART * LANES), column % (WORDS_PER_PART * LANES)
+    word, lane = inside % 8 // 2, inside // 8 * 2 + inside % 2
+    return (part * WORDS_PER_PART + word) * LANES + lane
+
+
+@triton.jit
+def part_of(product, PART: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr):
+    """``[tokens, 4, lanes]`` of the product's columns that belong to a part."""
+    ordered = tl.permute(tl.reshape(product, (TOKENS, PARTS, LANES // 2, WORDS_PER_PART, 2)), (0, 3, 2, 4, 1))
+    rest = ordered
+    for bit in tl.static_range(5):
+        if PARTS >> bit > 1:
+            even, odd = tl.split(tl.reshape(rest, (TOKENS, WORDS_PER_PART, LANES, PARTS >> (bit + 1), 2)))
+            rest = odd if (PART >> bit) & 1 else even
+    return tl.reshape(rest, (TOKENS, WORDS_PER_PART, LANES))
+
+
+@triton.jit
+def directions(
+    row, stream, begin, present,
+    CHANNELS: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Matrix operand ``[2 * PADDED, WIDE]``: high and low parts of ``a_i U_ji`` for directions from ``begin``."""
+    direction = begin + tl.arange(0, 2 * PADDED) % PADDED
+    channel = channel_of(tl.arange(0, WIDE), LANES)
+    known = present & (direction < RANK)
+    basis = halves_at(tl.load(row + BASIS), stream * CHANNELS * RANK)
+    exists = known[:, None] & (channel < CHANNELS)[None, :]
+    entry = wide(tl.load(basis + channel[None, :] * RANK + direction[:, None], mask=exists, other=0))
+    scales = halves_at(tl.load(row + COEFFICIENT_SCALES), stream * RANK)
+    scaled = entry * wide(tl.load(scales + direction, mask=known, other=0))[:, None]
+    high = (scaled.to(tl.int32, bitcast=True) & HIGH_HALF).to(tl.float32, bitcast=True)
+    is_high = (tl.arange(0, 2 * PADDED) < PADDED)[:, None]
+    return tl.where(is_high, high, scaled - high).to(MATRIX_DTYPE)
+
+
+@triton.jit
+def kept_directions(
+    row, stream, present, CHANNELS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr
+):
+    """The operand that serves all tokens of a stream, where the directions are few enough to keep it."""
+    PADDED: tl.constexpr = FEW if RANK <= FEW else MOST
+    return directions(row, stream, 0, present, CHANNELS, RANK, PADDED, WIDE, LANES)
+
+
+@triton.jit
+def place_of(row, stream, SPARSE: tl.constexpr):
+    """Whether a stream's coefficients are sparse, its place among the streams of its kind, and whether it has any."""
+    flag = tl.zeros((), tl.int32)
+    place = stream
+    compensated = tl.load(row + BASIS) != 0
+    if SPARSE:
+        layout = tl.load(row + LAYOUT)
+        if layout != 0:
+            flags = bytes_at(layout, 0)
+            flag = (tl.load(flags + stream) != 0).to(tl.int32)
+            place = tl.zeros((), tl.int64)
+            for begin in range(0, stream.to(tl.int32), FLAGS):
+                other = begin + tl.arange(0, FLAGS)
+                kind = (tl.load(flags + other, mask=other < stream, other=0) != 0).to(tl.int32)
+                place += tl.sum(((kind == flag) & (other < stream)).to(tl.int32)).to(tl.int64)
+            streams = tl.load(row + tl.where(flag != 0, SPARSE_STREAMS, DENSE_STREAMS))
+            compensated = compensated & (place < streams)
+    return flag, place, compensated
+
+
+@triton.jit
+def steps_at(row, place, tokens, RANK: tl.constexpr, SPARSE: tl.constexpr):
+    """Pointers to a stream's dense steps, or to its bitmap, counts and values, and how many values there are."""
+    dense = tl.load(row + COEFFICIENTS).to(tl.pointer_type(tl.int8)) + place * tokens * RANK
+    bitmap, counts, values, size = 0, 0, 0, 0
+    if SPARSE:
+        bitmap = bytes_at(tl.load(row + BITMAP), place * ((tokens * RANK + 7) // 8))
+        counts = tl.load(row + SPARSE_COUNTS).to(tl.pointer_type(tl.int32))
+        counts += place * ((tokens + TOKENS_PER_COUNT - 1) // TOKENS_PER_COUNT)
+        values = tl.load(row + SPARSE_VALUES).to(tl.pointer_type(tl.int8))
+        size = tl.load(row + SPARSE_SIZE)
+    return dense, bitmap, counts, values, size
+
+
+@triton.jit
+def dense_steps(dense, first, local, exists, direction, RANK: tl.constexpr):
+    """FP32 coefficient steps ``[tokens, directions]``."""
+    inside = exists[:, None] & (direction < RANK)[None, :]
+    return tl.load(dense + first * RANK + (local[:, None] * RANK + direction[None, :]), mask=inside).to(tl.float32)
+
+
+@triton.jit
+def bits_of(bitmap, token, exists, direction, RANK: tl.constexpr):
+    """int32 ``[tokens, directions]``: 1 where a coefficient is stored."""
+    bit = token[:, None] * RANK + direction[None, :]
+    inside = exists[:, None] & (direction < RANK)[None, :]
+    byte = tl.load(bitmap + bit // 8, mask=inside, other=0).to(tl.int32)
+    return (byte >> (bit % 8).to(tl.int32)) & 1
+
+
+@triton.jit
+def sparse_steps(
+    bitmap, counts, values, size, first, local, exists, begin,
+    RANK: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """FP32 coefficient steps ``[tokens, PADDED]`` of a sparse stream, for the directions from ``begin``.
+
+    A value's position is the count of its block of tokens and the bits that are set between that block's begin and it.
+    """
+    every = tl.arange(0, ALL)
+    block = first // TOKENS_PER_COUNT
+    passed = block * TOKENS_PER_COUNT + tl.arange(0, TOKENS_PER_COUNT)
+    position = tl.load(counts + block) + tl.sum(bits_of(bitmap, passed, passed < first, every, RANK))
+    bits = bits_of(bitmap, first + local, exists, every, RANK)
+    per_token = tl.sum(bits, axis=1)
+    lower = tl.sum(bits * (every < begin)[None, :].to(tl.int32), axis=1)
+    own = bits_of(bitmap, first + local, exists, begin + tl.arange(0, PADDED), RANK)
+    earlier = position + tl.cumsum(per_token, axis=0) - per_token + lower
+    position = earlier[:, None] + tl.cumsum(own, axis=1) - own
+    stored = (own != 0) & (position >= 0) & (position < size)
+    return tl.load(values + position, mask=stored, other=0).to(tl.float32)
+
+
+@triton.jit
+def steps_operand(
+    dense, bitmap, counts, values, size, flag, first, local, exists, begin,
+    RANK: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr, SPARSE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Matrix operand ``[tokens, 2 * PADDED]``: the steps of directions from ``begin``, twice."""
+    direction = begin + tl.arange(0, 2 * PADDED) % PADDED
+    if SPARSE:
+        if flag != 0:
+            once = sparse_steps(bitmap, counts, values, size, first, local, exists, begin, RANK, PADDED, ALL)
+            steps = tl.reshape(tl.permute(tl.join(once, once), (0, 2, 1)), (BLOCK_TOKENS, 2 * PADDED))
+        else:
+            steps = dense_steps(dense, first, local, exists, direction, RANK)
+    else:
+        steps = dense_steps(dense, first, local, exists, direction, RANK)
+    return steps.to(MATRIX_DTYPE)
+
+
+@triton.jit
+def correction(
+    row, stream, kept, dense, bitmap, counts, values, size, flag, first, local, exists,
+    CHANNELS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, SPARSE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """FP32 ``[tokens, WIDE]`` that PSAC adds, columns as :func:`channel_of` says."""
+    PADDED: tl.constexpr = FEW if RANK <= FEW else MOST
+    if RANK <= MOST:
+        steps = steps_operand(
+            dense,
+            bitmap,
+            counts,
+            values,
+            size,
+            flag,
+            first,
+            local,
+            exists,
+            0,
+            RANK,
+            PADDED,
+            PADDED,
+            SPARSE,
+            BLOCK_TOKENS,
+        )
+        total = tl.dot(steps, kept, input_precision="ieee")
+    else:
+        total = tl.zeros((BLOCK_TOKENS, WIDE), tl.float32)
+        for begin in range(0, RANK, PADDED):
+            steps = steps_operand(
+                dense, bitmap, counts, values, size, flag, first, local, exists, begin,
+                RANK, PADDED, WIDE, SPARSE, BLOCK_TOKENS,
+            )  # fmt: skip
+            part = directions(row, stream, begin, True, CHANNELS, RANK, PADDED, WIDE, LANES)
+            total = tl.dot(steps, part, total, input_precision="ieee")
+    return total

@@ -1,0 +1,143 @@
+"""QSAC on a GPU: among the nearest centroids, the one whose residual is cheapest to quantize. See :mod:`quantwm_core.qsac`.
+
+The pass that chooses sees every residual, so it also finds the largest range, of which the super-scale is made.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantwm_core import affine as core_affine
+from quantwm_core.errors import ParameterError, ShapeError
+from quantwm_kernels.codebook import Metric
+from quantwm_kernels.launch import LAUNCHES, on_device
+from quantwm_kernels.qsac import choice_shape
+from quantwm_kernels.triton import affine, codebook
+from quantwm_kernels.triton.affine import group_range
+from quantwm_kernels.triton.arithmetic import scaled
+from quantwm_kernels.triton.layer import Pair, part_of, rows_of
+
+
+@triton.jit
+def residual_range(number, stored, row, channel, inside, CHANNELS: tl.constexpr):
+    """Range of every group of what is left of ``number`` when a centroid is subtracted."""
+    centroid = tl.load(stored + row[:, None, None] * CHANNELS + channel, mask=inside, other=0.0)
+    low, high = group_range(number - centroid.to(tl.float32))
+    return high - low
+
+
+@triton.jit(do_not_specialize=["tokens", "per_piece", "centroids", "ranks", "first_ranks", "second_ranks"])
+def choose_kernel(
+    first, second, per_tensor, heads, batch_stride, head_stride, token_stride, found, first_stored, second_stored,
+    sensitivity, exponent, first_index, second_index, largest, tokens, per_piece, centroids, ranks, first_ranks, second_ranks,
+    CHANNELS: tl.constexpr, GROUP: tl.constexpr, GROUPS_2: tl.constexpr, GROUP_2: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Chosen centroid of every token of a piece, and the largest range of a group that is left."""
+    stream, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
+    group, lane = tl.arange(0, GROUPS_2)[None, :, None], tl.arange(0, GROUP_2)[None, None, :]
+    channel = group * GROUP + lane
+    known = (channel < CHANNELS) & (lane < GROUP)
+    weight = tl.sum(tl.load(sensitivity + stream * CHANNELS + channel, mask=known, other=0.0), axis=2)
+    shift = tl.load(exponent + stream)
+    wanted = tl.where(stream < per_tensor, first_ranks, second_ranks)
+    own = stream % per_tensor
+    stored = part_of(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
+    index = part_of(first_index, second_index, stream, per_tensor) + own * tokens
+    widest = tl.zeros((TILE, GROUPS_2), tl.float32)
+    for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
+        token = start + tl.arange(0, TILE)
+        inside = (token < tokens)[:, None, None] & known
+        place = token.to(tl.int64)[:, None, None] * token_stride + channel
+        number = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
+        candidates = found + (stream * tokens + token) * ranks
+        best = tl.load(candidates, mask=token < tokens, other=0)
+        span = residual_range(number, stored, best.to(tl.int64), channel, inside, CHANNELS)
+        if wanted > 1:
+            relative = scaled(span, -shift)
+            cost = tl.sum(weight * (relative * relative), axis=1)
+            for rank in range(1, wanted):
+                other = tl.load(candidates + rank, mask=token < tokens, other=0)
+                other_span = residual_range(number, stored, other.to(tl.int64), channel, inside, CHANNELS)
+                relative = scaled(other_span, -shift)
+                other_cost = tl.sum(weight * (relative * relative), axis=1)
+                better = other_cost < cost
+                cost = tl.where(better, other_cost, cost)
+                best = tl.where(better, other, best)
+                span = tl.where(better[:, None], other_span, span)
+        tl.store(index + token, best, mask=token < tokens)
+        widest = tl.maximum(widest, span)
+    tl.store(largest + stream * tl.num_programs(1) + piece, tl.max(widest))
+
+
+def choose_layer(
+    frame: codebook.Frame,
+    found: Tensor,
+    group_size: int,
+    sensitivity: Tensor | None,
+    first_ranks: int,
+    second_ranks: int,
+) -> tuple[Pair, Tensor]:
+    """Choose for all streams, among ``first_ranks`` centroids for the first tensor and ``second_ranks`` for the other.
+
+    Args:
+        frame: A refined codebook.
+        found: uint8 ``[S, N, ranks]``, its nearest centroids.
+        group_size: Channels per quantization group.
+        sensitivity: FP32 ``[S, D]``; None only where there is one candidate.
+        first_ranks, second_ranks: Candidates.
+
+    Returns:
+        uint8 ``[streams of a tensor, N]`` indices of each tensor and FP32 ``[S, pieces]``, the largest ranges that are left.
+    """
+    layer, launch = frame.layer, LAUNCHES["choose_centroids"]
+    per_piece, pieces = layer.split(launch)
+    weights = frame.offset if sensitivity is None else sensitivity  # nothing is weighed, but memory must be there
+    index, largest = layer.pair(layer.tokens, dtype=torch.uint8), layer.empty(pieces, dtype=torch.float32)
+    choose_kernel[layer.streams, pieces](
+        *layer.source, found, *frame.stored, weights, frame.exponent, *index, largest, layer.tokens, per_piece,
+        frame.centroids, found.shape[-1], first_ranks, second_ranks, layer.channels, group_size,
+        *affine.group_sizes(layer.channels, group_size), **launch.options,
+    )  # fmt: skip
+    return index, largest
+
+
+def choose(
+    keys: Tensor,
+    centroids: Tensor,
+    group_size: int,
+    sensitivity: Tensor,
+    metric: Metric = None,
+    candidates: int = 4,
+) -> Tensor:
+    """Centroid index of every key; see :func:`quantwm_kernels.qsac.choose`.
+
+    Args:
+        keys: BF16, FP16 or FP32 ``[*streams, tokens, channels]`` of any strides.
+        centroids: Stored codebook, BF16.
+        group_size: Channels per quantization group.
+        sensitivity: Channel weights, FP32 ``[*streams, channels]``.
+        metric: What "nearest" means.
+        candidates: How many nearest centroids compete.
+
+    Returns:
+        uint8 ``[*streams, tokens]``.
+
+    Raises:
+        ParameterError, ShapeError, DtypeError: An argument does not fit.
+        DeviceError: No kernel runs where the keys live.
+    """
+    core_affine.check_group_size(keys.shape[-1], group_size)
+    if candidates < 1:
+        raise ParameterError(f"{candidates} candidates: need at least 1")
+    if sensitivity.shape != (*keys.shape[:-2], keys.shape[-1]):
+        raise ShapeError(f"sensitivity {tuple(sensitivity.shape)} does not fit keys {tuple(keys.shape)}")
+    count = min(candidates, centroids.shape[-2])
+    with on_device(keys, "keys"):
+        frame = codebook.framed(keys, centroids, metric)
+        weights = sensitivity.to(torch.float32).reshape(frame.layer.streams, -1).contiguous()
+        index, _ = choose_layer(frame, codebook.rank(frame, count, count), group_size, weights, count, count)
+    return index[0].view(choice_shape(keys.shape))

@@ -1,0 +1,220 @@
+"""Sealing the tensors of a layer on a GPU: keys and values share every launch where they can, and nothing is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from quantwm_core import affine as core_affine
+from quantwm_core import codebook as core_codebook
+from quantwm_core.errors import DeviceError, ParameterError
+from quantwm_core.methods.bf16 import BF16Method
+from quantwm_core.methods.kivi import Kivi
+from quantwm_core.methods.quantwm import WARM_ITERATIONS, QuantWM
+from quantwm_core.methods.qvg import QVG
+from quantwm_core.methods.rtn import RoundToNearest
+from quantwm_kernels.launch import on_device
+from quantwm_kernels.sealing import Asked, Draft, PendingTensors, Status
+from quantwm_kernels.statistics import QueryMoment
+from quantwm_kernels.triton import affine, baselines, codebook, packing, psac, qsac, statistics, symmetric
+from quantwm_kernels.triton.affine import Projection, Residual
+from quantwm_kernels.triton.layer import Layer
+
+Arrays = dict[str, Tensor]
+
+
+def seal(jobs: Sequence[Asked], moment: QueryMoment | None = None) -> PendingTensors:
+    """Launch all that seals one tensor, or the keys and the values of a unit.
+
+    Raises:
+        ParameterError: A setting does not fit the tensor.
+        DeviceError: No kernel seals the method, or none runs where the tensors live.
+    """
+    ends = list(accumulate((job.shape[0] * job.shape[1] for job in jobs), initial=0))
+    status = torch.zeros((len(Status), ends[-1]), dtype=torch.int32, device=jobs[0].values.device)
+    together = len(jobs) == 2 and _alike(*jobs)
+    drafts: list[Draft] = []
+    with on_device(jobs[0].values, jobs[0].label):
+        for begin, end in [(0, 2)] if together else [(number, number + 1) for number in range(len(jobs))]:
+            group = jobs[begin:end]
+            written = _group(group, moment, status[:, ends[begin] : ends[end]])
+            for number, (job, arrays) in enumerate(zip(group, written, strict=True), begin):
+                span = (ends[number], ends[number + 1])
+                _check_wide(job, status[Status.MAGNITUDE, slice(*span)])
+                settings = asdict(cast("Any", job.method))
+                drafts.append(Draft(job.method.name, settings, job.shape, arrays, job.label, job.values, span))
+        return PendingTensors(drafts, status)
+
+
+def _alike(first: Asked, second: Asked) -> bool:
+    """Whether two tensors can share launches."""
+    same = first.method == second.method and first.shape == second.shape
+    return same and (_warm(first) is None) == (_warm(second) is None)
+
+
+def _group(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) -> Sequence[Arrays]:
+    """Arrays of tensors that are sealed alike, in order."""
+    match jobs[0].method:
+        case QuantWM():
+            return _quantwm(jobs, moment, status)
+        case QVG():
+            return _qvg(jobs, status)
+    layer = Layer.of(*(job.exact for job in jobs))
+    torch.amax(codebook.magnitudes_of(layer), dim=1, out=status[Status.MAGNITUDE])
+    match jobs[0].method:
+        case RoundToNearest():
+            return _rtn(jobs, layer)
+        case Kivi():
+            return [_kivi(job) for job in jobs]
+        case BF16Method():
+            return [{"exact": job.exact.clone(memory_format=torch.contiguous_format)} for job in jobs]
+    raise DeviceError(
+        f"{jobs[0].label}: no kernel seals with method {jobs[0].method.name!r}; move the tensors with tensor.cpu()"
+    )
+
+
+def _check_wide(job: Asked, magnitude: Tensor) -> None:
+    """What was rounded to BF16 first is judged by what it was before."""
+    if job.values.dtype is not torch.bfloat16:
+        largest = job.values.abs().amax(dim=(-2, -1)).float().flatten()
+        magnitude.copy_(largest.view(torch.int32) & torch.iinfo(torch.int32).max)
+
+
+def _warm(job: Asked) -> Tensor | None:
+    """Codebook of the unit before, if it may be used and fits."""
+    method, previous = job.method, job.previous
+    if not isinstance(method, QuantWM) or not method.warm_start or previous is None:
+        return None
+    batch, heads, tokens, channels = job.shape
+    table = previous.arrays.get("centroids")
+    rows = min(tokens, method.centroids or core_codebook.default_size(tokens))
+    return table if table is not None and tuple(table.shape) == (batch, heads, rows, channels) else None
+
+
+def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) -> list[Arrays]:
+    method = cast("QuantWM", jobs[0].method)
+    batch, heads, tokens, channels = jobs[0].shape
+    group = core_affine.default_group_size(channels) if method.group_size is None else method.group_size
+    core_affine.check_group_size(channels, group)
+    keys = jobs[0].kind == "keys"
+    if keys and method.rank > channels:
+        raise ParameterError(f"quantwm rank {method.rank}: need at most {channels}, the head dimension")
+    layer = Layer.of(*(job.exact for job in jobs))
+    known = moment if keys else None
+    weights, metric = _metric(layer, method, known, status)
+    warm = [table.flatten(0, 1) for table in map(_warm, jobs) if table is not None]
+    rows = min(tokens, method.centroids or core_codebook.default_size(tokens))
+    frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None, status[Status.MAGNITUDE])
+    codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations)
+    ranks = min(method.candidates, rows) if keys else 1
+    index, largest = qsac.choose_layer(frame, codebook.rank(frame, ranks, 1), group, weights, ranks, 1)
+    along = None
+    if known is not None and method.rank:
+        basis, energies = statistics.principal_basis(known.mean, method.rank)
+        along = Projection.onto(psac.projection_of(basis.flatten(0, 1)), tokens)
+    codes = affine.encode_layer(layer, group, largest, Residual(index, frame.stored), along)
+    arrays = _clustered((batch, heads), codes, index, frame.stored, len(jobs))
+    if known is not None and along is not None:
+        non_zero = status[Status.NON_ZERO, : layer.per_tensor]
+        scales, steps = psac.quantize(
+            along.coefficients, along.peaks, energies.flatten(0, 1), channels, method.threshold, non_zero
+        )
+        scales = scales.view(batch, heads, method.rank)
+        arrays[0] |= {"basis": basis, "coefficient_scales": scales, "coefficients": steps}
+    return arrays
+
+
+def _metric(layer: Layer, method: QuantWM, moment: QueryMoment | None, status: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Channel weights ``[S, D]`` of the residual ranges, and the metric of all streams; values have none."""
+    weights = torch.ones((layer.streams, layer.channels), dtype=torch.float32, device=layer.first.device)
+    if moment is None or method.metric == "uniform":
+        return weights, None
+    own = layer.per_tensor
+    mean = moment.mean.contiguous()
+    statistics.write_sensitivity(mean, weights[:own], status[Status.MOMENT, :own])
+    if method.metric == "diagonal":
+        return weights, weights
+    identity = torch.eye(layer.channels, dtype=torch.float32, device=mean.device)
+    full = identity.expand(layer.streams, -1, -1).clone()
+    full[:own] = statistics.normalised(mean).flatten(0, 1)
+    return weights, full
+
+
+def _clustered(
+    streams: tuple[int, int],
+    codes: affine.Codes,
+    index: tuple[Tensor, Tensor],
+    stored: tuple[Tensor, Tensor],
+    count: int,
+) -> list[Arrays]:
+    """Arrays of each tensor, streams as batch and heads."""
+    named = {**codes._asdict(), "index": index, "centroids": stored}
+    return [
+        {name: pair[tensor].view(*streams, *pair[tensor].shape[1:]) for name, pair in named.items()}
+        for tensor in range(count)
+    ]
+
+
+def _qvg(jobs: Sequence[Asked], status: Tensor) -> list[Arrays]:
+    method = cast("QVG", jobs[0].method)
+    batch, heads, tokens, channels = jobs[0].shape
+    group = core_affine.default_group_size(channels) if method.group_size is None else method.group_size
+    core_affine.check_group_size(channels, group)
+    layer = Layer.of(*(job.exact for job in jobs))
+    rows = min(tokens, method.centroids or core_codebook.default_size(tokens))
+    named: dict[str, tuple[Tensor, Tensor]] = {}
+    for stage in range(method.stages):
+        suffix = f"_{stage + 1}" if stage else ""
+        frame = codebook.begin(layer, rows, None, None, None if stage else status[Status.MAGNITUDE])
+        codebook.refine(frame, method.iterations)
+        index, largest = qsac.choose_layer(frame, codebook.rank(frame, 1, 1), group, None, 1, 1)
+        named |= {f"index{suffix}": index, f"centroids{suffix}": frame.stored}
+        residual = Residual(index, frame.stored)
+        if stage + 1 < method.stages:
+            layer = _subtracted(layer, residual)
+    code: Mapping[str, tuple[Tensor, Tensor]]
+    if method.quantizer == "affine":
+        code = affine.encode_layer(layer, group, largest, residual)._asdict()
+    else:
+        code = symmetric.encode_layer(layer, group, residual)._asdict()
+    return [
+        {name: pair[tensor].view(batch, heads, *pair[tensor].shape[1:]) for name, pair in {**code, **named}.items()}
+        for tensor in range(len(jobs))
+    ]
+
+
+def _subtracted(layer: Layer, residual: Residual) -> Layer:
+    """What a stage of centroids leaves, FP32."""
+    parts = []
+    for tensor, index, stored in zip((layer.first, layer.second), residual.index, residual.stored, strict=True):
+        rows = index.long()[..., None].expand(-1, -1, layer.channels)
+        parts.append(tensor.float() - stored.float().gather(1, rows).view(tensor.shape))
+    return Layer.of(*parts[: layer.tensors])
+
+
+def _rtn(jobs: Sequence[Asked], layer: Layer) -> list[Arrays]:
+    method = cast("RoundToNearest", jobs[0].method)
+    batch, heads, _, channels = jobs[0].shape
+    size = method.group(channels)
+    if method.granularity == "channel":
+        return [baselines.encode_channels(job.exact, size)._asdict() for job in jobs]
+    core_affine.check_group_size(channels, size)
+    codes = affine.encode_layer(layer, size, affine.largest_ranges(layer, size))
+    return [
+        {name: pair[tensor].view(batch, heads, *pair[tensor].shape[1:]) for name, pair in codes._asdict().items()}
+        for tensor in range(len(jobs))
+    ]
+
+
+def _kivi(job: Asked) -> Arrays:
+    method = cast("Kivi", job.method)
+    rows = job.exact.transpose(-1, -2) if job.kind == "keys" else job.exact
+    codes, scales, minima = baselines.encode_minmax(rows, method.group_size)
+    by_token = codes.transpose(-1, -2) if job.kind == "keys" else codes
+    parts = (packing.pack(by_token), scales, minima)
+    return dict(zip(method.array_names(job.kind), parts, strict=True))

@@ -1,0 +1,212 @@
+"""Compiles every kernel for every architecture, without a GPU: ``python -m tests.parity.compile_ahead``.
+
+One line of JSON for each: kernel, variant, architecture, bytes of shared memory, registers that had to be spilled.
+Triton's interpreter replaces the compiler, so this runs as a process of its own, without ``TRITON_INTERPRET``.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quantwm_kernels.launch import LAUNCHES
+from quantwm_kernels.recipe import Form, Recipe
+from quantwm_kernels.triton.reading import constants
+
+# Compute capability, and the shared memory that a program may have there.
+SHARED_NBYTES: Mapping[int, int] = {
+    80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10,
+}  # fmt: skip
+PACKAGE = "quantwm_kernels.triton"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel as it is launched.
+
+    Attributes:
+        kernel: Module and name.
+        launch: Its entry of ``LAUNCHES``.
+        arguments: Types of the run-time arguments, in order, by their first letters: ``"codes:*u8 total:i64"``.
+        constants: Compile-time arguments beside the blocks of the launch.
+        variant: What distinguishes it from other cases of the kernel.
+        architectures: All; a further variant of a kernel that has a case with all may name some.
+    """
+
+    kernel: str
+    launch: str
+    arguments: str
+    constants: Mapping[str, int] = field(default_factory=dict)
+    variant: str = ""
+    architectures: tuple[int, ...] = tuple(SHARED_NBYTES)
+
+
+READ = (
+    "table:*i64 keys:*bf16 values:*bf16 key_programs:i32 span:i32 heads:i32 four:i32 "
+    "key_batch:i64 key_head:i64 key_token:i64 value_batch:i64 value_head:i64 value_token:i64"
+)
+
+
+def read(
+    variant: str,
+    keys: Recipe,
+    values: Recipe,
+    *,
+    lanes: int = 8,
+    aligned: bool = True,
+    architectures: tuple[int, ...] = (86, 90),
+) -> Case:
+    """The reading kernel for two recipes."""
+    recipes = constants("KEY", keys, lanes) | constants("VALUE", values, lanes)
+    return Case(
+        "reading.read_kernel", "read", READ, recipes | {"LANES": lanes, "ALIGNED": int(aligned)}, variant, architectures
+    )
+
+
+# Types of the arguments of the kernels that seal, by name; a stride is a whole number of vectors.
+SEALED = {
+    **dict.fromkeys(("first", "second", "queries", "high", "low", "basis", "first_stored", "second_stored"), "*bf16"),
+    **dict.fromkeys(("codes", "scales", "zero_points", "index", "found", "first_index", "second_index"), "*u8"),
+    **dict.fromkeys(("first_codes", "second_codes", "first_scales", "second_scales"), "*u8"),
+    **dict.fromkeys(("first_zeros", "second_zeros"), "*u8"),
+    **dict.fromkeys(("magnitudes", "exponent", "non_zero"), "*i32"),
+    **dict.fromkeys(("bias", "block", "coefficients", "counts", "energies", "matrix", "mean", "metric", "offset", "parts"), "*fp32"),
+    **dict.fromkeys(("peaks", "projection", "sensitivity", "sums", "super_scales", "table", "values", "weights"), "*fp32"),
+    **dict.fromkeys(("first_super", "second_super", "largest"), "*fp32"),
+    "steps": "*i8", "share": "fp32", "threshold": "fp32",
+}  # fmt: skip
+BIG = (80, 90, 100)  # where a program may have 163 KB
+
+
+def seal(
+    kernel: str,
+    launch: str,
+    *,
+    variant: str = "",
+    architectures: tuple[int, ...] = tuple(SHARED_NBYTES),
+    scales: str = "*u8",
+    largest: str = "*fp32",
+    **constants: int,
+) -> Case:
+    """A kernel that seals, on heads of 128 channels and 256 centroids unless ``constants`` say otherwise."""
+    module, _, name = kernel.partition(".")
+    names = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name).arg_names
+    blocks = LAUNCHES[launch].blocks
+    sizes = {
+        "CHANNELS": 128, "BLOCK_D": 128, "BLOCK_C": 256, "GROUP": 64, "GROUPS": 2, "GROUPS_2": 2, "GROUP_2": 64,
+        "PIECES": 64, "RANK": 8, "RANK_2": 16, "BLOCK_K": 32,
+    } | constants  # fmt: skip
+    known = SEALED | {"scales": scales, "largest": largest}
+    types = {each: known.get(each, "i32") for each in names if not each.isupper()}
+    fixed = {each: sizes[each] for each in names if each.isupper() and each not in blocks}
+    return Case(kernel, launch, " ".join(map(":".join, types.items())), fixed, variant, architectures)
+
+
+CLUSTERED = Recipe(Form.AFFINE, 128, 64, 1)
+CASES = (
+    Case("packing.pack_kernel", "pack_codes", "codes:*u8 packed:*u8 codes_per_row:i32 bytes_per_row:i32 total:i64"),
+    Case("packing.unpack_kernel", "unpack_codes", "packed:*u8 codes:*u8 codes_per_row:i32 bytes_per_row:i32 total:i64"),
+    Case(
+        "scales.encode_kernel",
+        "encode_scales",
+        "steps:*fp32 largest:*fp32 stored:*u8 super_scale:*fp32 per_stream:i32 total:i64",
+    ),
+    Case("scales.decode_kernel", "decode_scales", "stored:*u8 super_scale:*fp32 steps:*fp32 per_stream:i32 total:i64"),
+    read("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, architectures=tuple(SHARED_NBYTES)),
+    read("quantwm, sparse", Recipe(Form.AFFINE, 256, 64, 1, rank=16, sparse=True), Recipe(Form.EXACT, 256)),
+    read("quantwm, high rank", Recipe(Form.AFFINE, 80, 40, 1, rank=24, sparse=True), Recipe(Form.AFFINE, 80, 40, 1)),
+    read("qvg", Recipe(Form.SYMMETRIC, 96, 48, 3), CLUSTERED, lanes=4, aligned=False),
+    read("kivi", Recipe(Form.CHANNEL_MINMAX, 128, 32), Recipe(Form.MINMAX, 128, 32)),
+    read("rtn", Recipe(Form.CHANNEL_AFFINE, 64, 64), Recipe(Form.AFFINE, 64, 64)),
+    seal("frame.magnitude_kernel", "magnitude"),
+    seal("frame.frame_kernel", "frame", largest="*i32", FROM_TOKENS=1),
+    *(
+        seal(
+            "frame.table_kernel",
+            "prepare_centroids",
+            variant=f"metric {metric}",
+            UPDATE=int(metric < 2),
+            FINAL=final,
+            METRIC=metric,
+            CENTRED=final,
+        )
+        for metric, final in ((0, 0), (1, 1), (2, 0))
+    ),
+    seal(
+        "frame.table_kernel",
+        "prepare_centroids",
+        variant="wide",
+        UPDATE=0,
+        FINAL=1,
+        METRIC=2,
+        CENTRED=1,
+        CHANNELS=256,
+        BLOCK_D=256,
+    ),
+    seal("assignment.assign_kernel", "assign_centroids", CENTRED=0, BLOCK_K=128),
+    seal("assignment.assign_kernel", "assign_centroids_streamed", variant="wide", CENTRED=1, CHANNELS=256, BLOCK_D=256),
+    seal("assignment.nearest_kernel", "rank_centroids", variant="resident", architectures=BIG, BLOCK_K=128),
+    seal("assignment.nearest_kernel", "rank_centroids_streamed", variant="streamed"),
+    seal("assignment.nearest_kernel", "rank_centroids_streamed", variant="wide", CHANNELS=256, BLOCK_D=256),
+    seal("assignment.sum_kernel", "sum_members", PARTS=1),
+    seal("assignment.sum_kernel", "sum_members_wide", variant="wide", PARTS=3, CHANNELS=256, BLOCK_D=256),
+    seal("qsac.choose_kernel", "choose_centroids"),
+    seal("affine.range_kernel", "group_ranges"),
+    seal("affine.encode_kernel", "encode_groups", CLUSTERED=1),
+    seal(
+        "affine.encode_kernel",
+        "encode_groups",
+        variant="three groups",
+        CLUSTERED=0,
+        RANK=0,
+        CHANNELS=96,
+        GROUP=32,
+        GROUPS_2=4,
+        GROUP_2=32,
+    ),
+    seal("affine.encode_kernel", "encode_groups", variant="wide", CLUSTERED=1, CHANNELS=256, GROUPS_2=4, RANK=16),
+    seal("affine.decode_kernel", "decode_groups"),
+    seal("symmetric.encode_kernel", "encode_symmetric"),
+    seal("psac.projection_kernel", "invert_gram", variant="wide", CHANNELS=256, BLOCK_D=256, RANK=32, RANK_2=32),
+    seal("psac.project_kernel", "project_error", variant="wide", CHANNELS=256, BLOCK_D=256),
+    seal("psac.quantize_kernel", "quantize_coefficients", scales="*bf16", THRESHOLD=1, RANK_2=8, BLOCKS=1024),
+    seal("statistics.moment_kernel", "second_moment", BLOCK=128, BLOCKS=1),
+    seal("principal.principal_kernel", "principal_basis", WIDTH=16),
+    seal("statistics.add_kernel", "add_moments"),
+    seal("statistics.sensitivity_kernel", "sensitivity", largest="*i32", BLOCK=128),
+)
+
+
+def compiled(case: Case) -> Iterator[dict[str, object]]:
+    """Compile a case for every architecture."""
+    module, _, name = case.kernel.partition(".")
+    kernel = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
+    types = dict(argument.split(":") for argument in case.arguments.split())
+    launch = LAUNCHES[case.launch]
+    fixed = {**launch.blocks, **case.constants}
+    vectors = [
+        name for name in types if types[name][0] == "*" or name in ("batch_stride", "head_stride", "token_stride")
+    ]
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in vectors}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    for architecture in case.architectures:
+        source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
+        target = GPUTarget("cuda", architecture, 32)
+        binary = triton.compile(source, target=target, options=launch.compiler_options)
+        yield {
+            "kernel": case.kernel,
+            "variant": case.variant,
+            "architecture": architecture,
+            "shared": binary.metadata.shared,
+        }
+
+
+if __name__ == "__main__":
+    for each in CASES:
+        for line in compiled(each):
+            sys.stdout.write(json.dumps(line) + "\n")

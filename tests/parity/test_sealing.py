@@ -1,0 +1,259 @@
+"""Whole tensors sealed on a GPU: what core stores of the same codebook and index, byte by byte, or a typed error."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantwm_core import affine, clustered, codebook, psac, symmetric
+from quantwm_core import methods as core_methods
+from quantwm_core.chunk import KINDS, Kind
+from quantwm_core.chunk import SealedTensor as CoreTensor
+from quantwm_core.errors import DeviceError, DomainError, ParameterError
+from quantwm_core.method import Method
+from quantwm_core.method import scheme as make_scheme
+from quantwm_core.methods.quantwm import PSAC_PARTS
+from quantwm_core.statistics import QueryMoment as CoreMoment
+from quantwm_kernels import methods
+from quantwm_kernels.bridge import to_numpy, to_torch
+from quantwm_kernels.chunk import SealedTensor
+from quantwm_kernels.sealing import Asked, PendingTensors
+from quantwm_kernels.statistics import QueryMoment
+from tests.core import strategies, variants
+from tests.core.compare import assert_arrays, assert_bits
+from tests.parity.gate import TOLERANCES, assert_close
+from tests.parity.metrics import KINDS as CONTENTS
+from tests.parity.settings import EXAMPLES
+
+kernels = pytest.importorskip("quantwm_kernels.triton.sealing", exc_type=ImportError)
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+CLUSTERED = ("quantwm", "qvg")
+
+
+def begin(
+    device: torch.device,
+    asked: Sequence[tuple[Method, Kind, np.ndarray]],
+    moment: CoreMoment | None = None,
+    previous: Sequence[SealedTensor] = (),
+) -> PendingTensors:
+    known = None if moment is None else QueryMoment(torch.from_numpy(moment.mean).to(device), moment.count)
+    before = [*previous, None, None]
+    jobs = [
+        Asked(method, kind, to_torch(np.array(unit)).to(device), f"layer 3, chunk 7, {kind}", before[number])
+        for number, (method, kind, unit) in enumerate(asked)
+    ]
+    return kernels.seal(jobs, known)
+
+
+def numpy_of(sealed: SealedTensor) -> CoreTensor:
+    return sealed.to("cpu").to_core()
+
+
+def residual_of(unit: np.ndarray, sealed: CoreTensor) -> np.ndarray:
+    """What the codebooks of all stages leave."""
+    left = unit.astype(np.float32)
+    for suffix in ("", "_2", "_3"):
+        if f"index{suffix}" in sealed.arrays:
+            left = left - clustered.gather(sealed.arrays[f"centroids{suffix}"], sealed.arrays[f"index{suffix}"])
+    return left
+
+
+def check(ours: SealedTensor, unit: np.ndarray, method: Method, kind: Kind, moment: CoreMoment | None) -> None:
+    """Hold a sealed tensor against the reference: in form, and in all bytes that follow from codebook and index."""
+    sealed, reference = numpy_of(ours), method.seal(kind, unit, moment)
+    assert (sealed.method, sealed.parameters, sealed.shape) == (method.name, reference.parameters, unit.shape)
+    if method.name not in CLUSTERED:
+        assert_arrays(kind, dict(sealed.arrays), dict(reference.arrays))
+        return
+    layout = set(PSAC_PARTS) - {"basis", "coefficient_scales"}
+    assert sealed.arrays.keys() - layout == reference.arrays.keys() - layout
+    for name in reference.arrays.keys() - layout:
+        kinds = [(array.dtype, array.shape) for array in (sealed.arrays[name], reference.arrays[name])]
+        assert kinds[0] == kinds[1], name
+    residual, size = residual_of(unit, sealed), unit.shape[-1] // reference.arrays["scales"].shape[-1]
+    code: Any = affine.encode(residual, size)
+    if "zero_points" not in sealed.arrays:
+        code = symmetric.encode(residual, size)
+    for name, want in vars(code).items():
+        assert_bits(f"{kind} {name}", sealed.arrays[name], want)
+    if "basis" in sealed.arrays:
+        check_compensation(sealed, reference, unit, method)
+    assert ours.nbytes == sealed.nbytes
+
+
+def check_compensation(sealed: CoreTensor, reference: CoreTensor, unit: np.ndarray, method: Any) -> None:
+    """PSAC of the error that our codes leave, along our basis."""
+    bases = [torch.from_numpy(each.arrays["basis"].astype(np.float32)) for each in (sealed, reference)]
+    assert_close("projector", bases[0] @ bases[0].mT, bases[1] @ bases[1].mT, TOLERANCES["projector"])
+    error = unit.astype(np.float32) - clustered.decode(sealed.arrays, 0, unit.shape[2])
+    coefficients = psac.project(error, sealed.arrays["basis"])
+    scales = sealed.arrays["coefficient_scales"].astype(np.float32)
+    largest = np.abs(coefficients).max(axis=-2)
+    assert (largest <= scales * np.float32(127.001)).all()
+    assert (scales <= largest / 127 * (1 + 2.0**-6)).all()
+    steps = torch.from_numpy(np.round(method.decode(sealed).astype(np.float32) * 0))  # decodes at all
+    assert torch.isfinite(steps).all()
+    if "layout" not in sealed.arrays and not method.threshold:
+        ratio = np.clip(np.rint(coefficients / np.where(scales > 0, scales, np.inf)[..., None, :]), -127, 127)
+        ours = torch.from_numpy(sealed.arrays["coefficients"].astype(np.float32).reshape(ratio.shape))
+        assert_close("steps", ours, torch.from_numpy(ratio), TOLERANCES["coefficients"])
+
+
+@settings(EXAMPLES)
+@given(
+    keys=strategies.small_units(CONTENTS, heads=1),
+    seed=st.integers(0, 99),
+    variant=st.sampled_from(list(variants.every())),
+    first=st.booleans(),
+)
+def test_seal(device: torch.device, keys: np.ndarray, seed: int, variant: variants.Variant, first: bool) -> None:
+    values = strategies.unit(("normal",), seed, keys.shape[2], keys.shape[3])
+    method = variant.make()
+    moment = None if first else strategies.moment(seed, 1, keys.shape[3])
+    sealed = begin(device, [(method, "keys", keys), (method, "values", values)], moment).wait()
+    for ours, unit, kind in zip(sealed, (keys, values), KINDS, strict=True):
+        check(ours, unit, method, kind, moment)
+
+
+@pytest.mark.parametrize("variant", list(variants.every()), ids=str)
+def test_every_method_and_several_streams(device: torch.device, variant: variants.Variant) -> None:
+    method = variant.make()
+    keys = strategies.unit(("channels", "clusters"), 1, 65, 96)
+    values = strategies.unit(("offset", "normal"), 2, 65, 96)
+    moment = strategies.moment(5, 2, 96)
+    asked: list[tuple[Method, Kind, np.ndarray]] = [(method, "keys", keys), (method, "values", values)]
+    together = begin(device, asked, moment).wait()
+    for ours, unit, kind in zip(together, (keys, values), KINDS, strict=True):
+        check(ours, unit, method, kind, moment)
+
+
+def test_the_same_bytes_twice_together_and_apart(device: torch.device) -> None:
+    method = core_methods.get("quantwm", iterations=2)
+    moment = strategies.moment(5, 2, 64, batch=2)
+    units = [strategies.unit(("normal", "clusters"), seed, 65, 64, batch=2) for seed in (1, 2)]
+    asked: list[tuple[Method, Kind, np.ndarray]] = [(method, "keys", units[0]), (method, "values", units[1])]
+    together = begin(device, asked, moment).wait()
+    again = begin(device, asked, moment).wait()
+    apart = [begin(device, [each], moment).wait()[0] for each in asked]
+    for first, second, third, unit, kind in zip(together, again, apart, units, KINDS, strict=True):
+        check(first, unit, method, kind, moment)
+        assert_arrays("twice", dict(numpy_of(second).arrays), dict(numpy_of(first).arrays))
+        assert_arrays("apart", dict(numpy_of(third).arrays), dict(numpy_of(first).arrays))
+
+
+def test_methods_and_head_dimensions_may_differ(device: torch.device) -> None:
+    keys, values = strategies.unit(("normal",), 1, 40, 64), strategies.unit(("normal",), 2, 40, 32)
+    moment = strategies.moment(3, 1, 64)
+    for key_method, value_method in (("quantwm", "quantwm"), ("quantwm", "bf16"), ("kivi", "qvg")):
+        made = core_methods.get(key_method), core_methods.get(value_method)
+        sealed = begin(device, [(made[0], "keys", keys), (made[1], "values", values)], moment).wait()
+        check(sealed[0], keys, made[0], "keys", moment)
+        check(sealed[1], values, made[1], "values", moment)
+
+
+def test_a_warm_start_begins_from_the_unit_before(device: torch.device) -> None:
+    method = core_methods.get("quantwm", warm_start=True, rank=0, iterations=0)
+    units = [strategies.unit(("clusters",), seed, 64, 64) for seed in (1, 2)]
+    asked: list[tuple[Method, Kind, np.ndarray]] = [(method, "keys", units[0]), (method, "values", units[1])]
+    first = begin(device, asked).wait()
+    warm = begin(device, [(method, "keys", units[1]), (method, "values", units[0])], None, first).wait()
+    for ours, unit, before in zip(warm, (units[1], units[0]), first, strict=True):
+        want = codebook.fit(unit, 4, None, 2, numpy_of(before).arrays["centroids"])
+        got = ours.arrays["centroids"].float().cpu().numpy()
+        np.testing.assert_allclose(got, want.astype(np.float32), atol=2e-2)
+    # A codebook of another size is no start, and a start for one tensor alone keeps them apart.
+    other = begin(device, [(method, "keys", units[0][:, :, :20]), (method, "values", units[1][:, :, :20])], None, first)
+    assert other.wait()[0].arrays["centroids"].shape[2] == 1
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of what the interpreter computes with them
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf"), 2.0**61])
+@pytest.mark.parametrize("name", core_methods.names())
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_that_cannot_be_sealed_are_named(device: torch.device, name: str, kind: Kind, bad: float) -> None:
+    units = {each: np.array(strategies.unit(("normal", "normal"), 1, 20, 32)) for each in KINDS}
+    units[kind][0, 1, 7, 5] = bad
+    method = core_methods.get(name)
+    pending = begin(device, [(method, each, units[each]) for each in KINDS])
+    match = rf"layer 3, chunk 7, {kind}: 1 of 1280 values are NaN, infinite or beyond 2\*\*60, first .* \(0, 1, 7, 5\)"
+    for _ in range(2):
+        with pytest.raises(DomainError, match=match):
+            pending.wait()
+
+
+def test_numbers_are_judged_before_they_are_rounded(device: torch.device) -> None:
+    values = torch.ones(1, 1, 20, 32, device=device)
+    values[0, 0, 3, 4] = 2.0**60 * (1 + 2.0**-20)
+    for name in ("quantwm", "rtn"):
+        with pytest.raises(DomainError, match="1 of 640"):
+            kernels.seal([Asked(core_methods.get(name), "values", values, "values")]).wait()
+    half = torch.full((1, 1, 20, 32), 60000.0, dtype=torch.float16, device=device)
+    (sealed,) = kernels.seal([Asked(core_methods.get("bf16"), "keys", half, "keys")]).wait()
+    assert torch.equal(sealed.arrays["exact"], half.bfloat16())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the same
+def test_a_moment_that_is_no_number_is_refused(device: torch.device) -> None:
+    unit = strategies.unit(("normal",), 1, 40, 32)
+    moment = strategies.moment(1, 1, 32)
+    moment.mean[0, 0, 3, 3] = np.nan
+    with pytest.raises(DomainError, match="chunk 7, keys: the queries that it is sealed with"):
+        begin(device, [(core_methods.get("quantwm"), "keys", unit)], moment).wait()
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    unit = strategies.unit(("normal",), 1, 40, 32)
+    for method, match in (
+        (core_methods.get("quantwm", rank=33), "rank 33"),
+        (core_methods.get("quantwm", group_size=24), "group size 24"),
+        (core_methods.get("qvg", group_size=24), "group size 24"),
+    ):
+        with pytest.raises(ParameterError, match=match):
+            begin(device, [(method, "keys", unit)], strategies.moment(1, 1, 32))
+
+
+def test_a_method_without_kernels_is_refused(device: torch.device) -> None:
+    class Foreign:
+        name = "foreign"
+
+    unit = torch.ones(1, 1, 4, 32, device=device)
+    with pytest.raises(DeviceError, match="no kernel seals with method 'foreign'"):
+        kernels.seal([Asked(Foreign(), "keys", unit, "keys")])  # type: ignore[arg-type]  # a method that fulfils nothing
+
+
+@pytest.mark.gpu
+def test_nothing_is_waited_for_while_a_chunk_is_begun(gpu: torch.device) -> None:
+    keys, values = (torch.randn(1, 4, 300, 128, device=gpu).bfloat16() for _ in range(2))
+    moment = QueryMoment(torch.randn(1, 4, 200, 128, device=gpu).mT @ torch.randn(1, 4, 200, 128, device=gpu), 200)
+    moment = QueryMoment(moment.mean @ moment.mean.mT, 200)
+    schemes = [make_scheme(name) for name in core_methods.names()]
+    for scheme in schemes:  # compiled, and pinned memory cached
+        methods.seal_chunk(scheme, keys, values, moment)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = [methods.begin_chunk(scheme, keys, values, moment, start=5) for scheme in schemes]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [each.wait().start for each in pending] == [5] * len(schemes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", core_methods.names())
+def test_a_sealed_unit_is_read_back(gpu: torch.device, name: str) -> None:
+    keys, values = (torch.randn(2, 3, 300, 64, device=gpu).bfloat16() for _ in range(2))
+    made = core_methods.get(name)
+    chunk = methods.seal_chunk(make_scheme(name), keys, values)
+    for sealed, exact in ((chunk.keys, keys), (chunk.values, values)):
+        out = torch.empty_like(exact)
+        methods.decode_into(sealed, out)
+        want = to_torch(np.array(made.decode(numpy_of(sealed))))
+        assert_close("decoded", out, want, TOLERANCES["decoded"])
+        assert to_numpy(out.cpu()).shape == sealed.shape
+    single = methods.seal(made, "keys", keys)
+    assert single.nbytes == chunk.keys.nbytes
