@@ -4,6 +4,7 @@ Run with ``nox -s hosts -- --checkout lingbot_world=PATH``. The model computes i
 CUDA's autocast, and caches in BF16.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
+from torch.multiprocessing.spawn import spawn
 
 from quantwm_models import adapters, attach
 from quantwm_models.errors import HostError
@@ -44,12 +46,9 @@ class Tiny:
     sharded: bool = False
 
 
-@pytest.fixture(scope="module")
-def load(request: pytest.FixtureRequest) -> Iterator[Load]:
-    root = checkouts(request.config).get("lingbot_world")
-    if root is None:
-        pytest.skip("no checkout lingbot_world was named")
-    pytest.importorskip("diffusers")
+@contextlib.contextmanager
+def imported(root: Path) -> Iterator[Load]:
+    """The host's modules, with stand-ins for what a CPU lacks."""
     vision = {"to_tensor": lambda image: image.clone()}
     packages = ("wan", "wan.modules", "wan.utils", "wan.distributed")
     stubs = {"torchvision": {}, "torchvision.transforms": {}, "torchvision.transforms.functional": vision}
@@ -63,6 +62,21 @@ def load(request: pytest.FixtureRequest) -> Iterator[Load]:
         ):
             setattr(load(f"wan.modules.{module}"), name, sdpa)
         load("wan.distributed.sequence_parallel").flash_attention = sdpa
+        yield load
+
+
+@pytest.fixture(scope="module")
+def root(request: pytest.FixtureRequest) -> Path:
+    found = checkouts(request.config).get("lingbot_world")
+    if found is None:
+        pytest.skip("no checkout lingbot_world was named")
+    pytest.importorskip("diffusers")
+    return found
+
+
+@pytest.fixture(scope="module")
+def load(root: Path) -> Iterator[Load]:
+    with imported(root) as load:
         yield load
 
 
@@ -253,6 +267,41 @@ def test_ulysses(load: Load, action: Path, tiny: Tiny) -> None:
     attachment = prove(lambda: lived(load, tiny, action), chunks)
     check_sizes(attachment.report(), tiny, chunks[-1])
     assert load("wan.distributed.sequence_parallel").flash_attention is sdpa
+
+
+def exchanged(x: Tensor, scatter_dim: int, gather_dim: int, **_: object) -> Tensor:
+    """All to all, which gloo does not do, from all to each."""
+    every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, x.contiguous())
+    parts = [each.chunk(len(every), dim=scatter_dim)[dist.get_rank()] for each in every]
+    return torch.cat(parts, dim=gather_dim).contiguous()
+
+
+def one_of_two_ranks(rank: int, root: Path, folder: Path) -> None:
+    """What each process of the test below does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=(folder / "ranks").as_uri(), rank=rank, world_size=2)
+    tiny, counts = Tiny(window=18, sink=6, parallel=True), (7, 3)
+    with imported(root) as load:
+        load("wan.distributed.sequence_parallel").all_to_all = exchanged
+        live = lived(load, tiny, folder)
+        live.pipeline.sp_size = 2
+        plain = [bits(live.video(seed, count)) for seed, count in enumerate(counts)]
+        with attach(live.pipeline, "bf16"):
+            assert [bits(live.video(seed, count)) for seed, count in enumerate(counts)] == plain
+        with attach(live.pipeline, "quantwm", iterations=2) as attachment:
+            made = [live.video(seed, count) for seed, count in enumerate(counts)]
+    assert all(video.isfinite().all() for video in made)
+    assert attachment.caches[0].chunks[0].keys.shape == (1, HEADS // 2, tiny.chunk * FRAME, CHANNELS)
+    both = [torch.empty_like(made[0]) for _ in range(2)]
+    dist.all_gather(both, made[0].contiguous())
+    assert torch.equal(both[0], both[1])
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ulysses_of_two_ranks(root: Path, action: Path) -> None:
+    spawn(one_of_two_ranks, args=(root, action), nprocs=2)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 @pytest.mark.usefixtures("group")
