@@ -301,7 +301,7 @@ def one_of_two_ranks(rank: int, root: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_ulysses_of_two_ranks(root: Path, action: Path) -> None:
-    spawn(one_of_two_ranks, args=(root, action), nprocs=2)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    spawn(one_of_two_ranks, args=(root, action), nprocs=2)
 
 
 @pytest.mark.usefixtures("group")
