@@ -99,6 +99,18 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def hosts(session: nox.Session) -> None:
+    """Hold adapters against live hosts: ``nox -s hosts -- --checkout NAME=PATH``; a host without a checkout is skipped."""
+    install(
+        session,
+        *group("test"),
+        through="models",
+        extra="causal_forcing,hy_world,lingbot_world,longcat_video,matrix_game",
+    )
+    pytest(session, "tests/hosts", **ONE_THREAD)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Run the examples of the course, with quantwm-core alone and warnings as errors."""
     install(session, *group("test"), through="core")

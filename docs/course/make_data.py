@@ -20,7 +20,7 @@ from quantwm_eval.demo import model as world_model
 
 HERE = Path(__file__).parent
 DATA, PICTURE = HERE / "data" / "room.safetensors", HERE.parent / "images" / "selection.png"
-SEED, DEGREES, LAYER, HEAD, CHUNKS = 2_000_003, 60, 4, 1, 7
+SEED, DEGREES, LAYER, HEAD, CHUNKS = 2_000_003, 60, 3, 2, 7
 CHUNK, FRAME, GRID, PATCH = 256, 64, 8, 8
 
 
@@ -53,7 +53,7 @@ def record() -> None:
 
 
 def draw() -> None:
-    """Of the colourful patches whose query two bits mislead and QuantWM does not, the one that is surest when exact."""
+    """Of the ball's patches whose query two bits mislead and QuantWM does not, the one that is surest when exact."""
     arrays, _ = read_arrays(DATA)
     frames = arrays.pop("frames")
     dump = archive.Dump(**arrays)
@@ -68,7 +68,7 @@ def draw() -> None:
     winner = {name: score.argmax(-1) for name, score in scores.items()}
     far = np.abs(winner["qvg"] // FRAME - winner["exact"] // FRAME) > 3
     misled = far & (winner["quantwm"] == winner["exact"])
-    weight = attention.softmax(scores["exact"]).max(-1) * misled * colourful(frames[past // FRAME :])
+    weight = attention.softmax(scores["exact"]).max(-1) * misled * on_ball()[past:]
     query = int(weight.argmax())
     _, axes = plt.subplots(1, 4, figsize=(11, 3.2), constrained_layout=True)
     titles = ("asks", "selects, exact", "selects, 2 bits (QVG)", "selects, 2 bits (QuantWM)")
@@ -78,10 +78,11 @@ def draw() -> None:
     plt.savefig(PICTURE, dpi=120, bbox_inches="tight")
 
 
-def colourful(frames: np.ndarray) -> np.ndarray:
-    """Whether a patch is of a colour, one flag a token: balls, the window, the picture."""
-    patches = frames.reshape(len(frames), GRID, PATCH, GRID, PATCH, 3).swapaxes(2, 3).astype(float).mean(axis=(3, 4))
-    return (patches.max(-1) - patches.min(-1) > 90).ravel()
+def on_ball() -> np.ndarray:
+    """Whether the ball covers most of a patch, one flag a token."""
+    mask = episodes.look_away(torch.tensor([SEED]), DEGREES).mask[0, : 4 * CHUNKS].numpy()
+    covered: np.ndarray = mask.reshape(-1, GRID, PATCH, GRID, PATCH).mean(axis=(2, 4)) > 0.4
+    return covered.ravel()
 
 
 def show(axis: Axes, frame: np.ndarray, patch: int, title: str) -> None:

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantwm_core import methods
-from quantwm_core.errors import DeviceError, DtypeError, UnknownNameError
+from quantwm_core.errors import DeviceError, DomainError, DtypeError, StateError, UnknownNameError
 from quantwm_core.method import decode, scheme
 from quantwm_core.stream import Span
 from quantwm_kernels.bridge import to_numpy
 from quantwm_kernels.chunk import SealedChunk
+from quantwm_kernels.statistics import QueryMoment
 from quantwm_models import CacheObserver, LayerCache, Workspace
 from quantwm_models.cache import AttentionPath
 from tests.models.chunks import bits, chunk, fill, normal
@@ -384,3 +385,83 @@ def test_queries_from_nowhere_are_refused_and_the_cache_goes_on(scheme_name: str
             cache.observe(wrong)
     cache.append(keys, keys)
     assert cache.tokens == 32
+
+
+def test_queries_before_the_first_chunk_count_for_all_that_come() -> None:
+    cache = LayerCache("quantwm", iterations=2)
+    cache.foresee(normal(1, 2, 8, 16, seed=1))
+    cache.foresee(normal(1, 2, 8, 16, seed=2))
+    cache.append(*chunk(0))
+    cache.seal()
+    assert cache.queries.past is not None
+    assert cache.queries.past.queries == 16
+    assert "basis" in cache.chunks[0].keys.arrays
+    with pytest.raises(StateError, match=r"layer 0: queries before the first chunk came after it; observe\(\) them"):
+        cache.foresee(normal(1, 2, 8, 16))
+
+
+@pytest.mark.parametrize(
+    ("queries", "error"),
+    [
+        (normal(1, 2, 8, 16).int(), DtypeError),
+        (normal(1, 2, 8, 16).float().requires_grad_(True), StateError),
+        (normal(1, 2, 8, 16) * float("nan"), DomainError),
+    ],
+)
+def test_foreseen_queries_are_checked(queries: Tensor, error: type[Exception]) -> None:
+    cache = LayerCache("quantwm")
+    with pytest.raises(error, match="layer 0: "):
+        cache.foresee(queries)
+    assert cache.queries.groups == ()
+
+
+def test_rewinding_forgets_tokens_but_not_queries() -> None:
+    cache, gone = LayerCache("quantwm", iterations=2), Evictions()
+    cache.observers.append(gone)
+    fill(cache, 3)
+    asked = cache.queries.folded().past
+    cache.rewind()
+    assert cache.tokens == 0
+    assert cache.report().sealed_nbytes == 0
+    assert gone.spans == [(0, 48)]
+    assert asked is not None
+    assert cache.queries.past is not None
+    assert cache.queries.past.queries == asked.queries
+    assert bits(cache.queries.past.mean) == bits(asked.mean)
+    cache.append(*chunk(0))
+    cache.seal()
+    assert "basis" in cache.chunks[0].keys.arrays
+    cache.clear()
+    assert cache.queries.past is None
+
+
+class Evictions(CacheObserver):
+    """Keeps what is gone."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, int]] = []
+
+    def evicted(self, cache: LayerCache, start: int, stop: int) -> None:
+        self.spans.append((start, stop))
+
+
+def test_a_unit_is_sealed_in_the_frame_of_its_keys() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def frame(moment: QueryMoment, span: Span) -> QueryMoment:
+        asked.append((span.start, span.stop))
+        return QueryMoment(moment.mean.flip(-1).flip(-2), moment.queries)
+
+    plain, turned = LayerCache("quantwm", iterations=2), LayerCache("quantwm", iterations=2)
+    turned.key_frame = frame
+    for cache in (plain, turned):
+        fill(cache, 3)
+    # The first unit has no queries to turn.
+    assert asked == [(16, 32)]
+    bases = [cache.chunks[1].keys.arrays["basis"] for cache in (plain, turned)]
+    assert not torch.equal(bases[0], bases[1])
+    # Only what a unit is sealed by is turned.
+    pasts = [cache.queries.past for cache in (plain, turned)]
+    assert pasts[0] is not None
+    assert pasts[1] is not None
+    assert bits(pasts[0].mean) == bits(pasts[1].mean)

@@ -109,6 +109,32 @@ def test_a_handle_follows_the_store_as_a_slice_does_and_a_clone_does_not() -> No
     assert view.detach() is view
 
 
+def test_a_clone_that_is_written_is_a_tensor_of_its_own() -> None:
+    keys, values, cache = full()
+    before = snapshot(cache)
+    clone, other = keys[:, 16:48].clone(), keys[:, 16:48].clone()
+    clone[:, :CHUNK] = 2 * clone[:, :CHUNK]
+    expected = torch.cat([2 * tokens(1), tokens(2)], dim=1)
+    assert torch.equal(clone.tensor(), expected)
+    assert snapshot(cache) == before
+    assert (clone.changed, other.changed) == (True, False)
+    copy = clone.clone()
+    copy[:] = 0
+    assert torch.equal(clone.tensor(), expected)
+    # It is no range of the cache any more: setting it is a write, which the sealed slots refuse, not a roll.
+    keys[:, 16:48] = clone
+    with pytest.raises(RangeError, match="a write to slots 16 to 48"):
+        values[:, 16:48] = torch.zeros(1, 32, 2, 16)
+    write(keys, values, 48, 9)
+    assert torch.equal(clone.tensor(), expected)
+
+
+def test_an_empty_range_is_an_empty_tensor() -> None:
+    keys, _, _ = full()
+    assert torch.cat([keys[:, 16:16].tensor(), tokens(0)], dim=1).shape == (1, CHUNK, 2, 16)
+    assert stores()[0][:, 0:0].tensor().shape == (1, 0, 2, 16)
+
+
 def test_tensors_that_are_handed_out_are_the_hosts_own() -> None:
     keys, values, _ = full()
     kept = keys[:, 0:16].tensor()

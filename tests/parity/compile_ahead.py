@@ -106,7 +106,7 @@ SEALED = {
     **dict.fromkeys(("first_codes", "second_codes", "first_scales", "second_scales"), "*u8"),
     **dict.fromkeys(("first_zeros", "second_zeros"), "*u8"),
     **dict.fromkeys(("magnitudes", "exponent", "non_zero"), "*i32"),
-    **dict.fromkeys(("bias", "coefficients", "counts", "energies", "matrix", "mean", "metric", "offset", "parts"), "*fp32"),
+    **dict.fromkeys(("bias", "block", "coefficients", "counts", "energies", "matrix", "mean", "metric", "offset", "parts"), "*fp32"),
     **dict.fromkeys(("peaks", "projection", "sensitivity", "sums", "super_scales", "table", "values", "weights"), "*fp32"),
     **dict.fromkeys(("first_super", "second_super", "largest"), "*fp32"),
     "steps": "*i8", "share": "fp32", "threshold": "fp32",
@@ -221,6 +221,7 @@ CASES = (
     seal("psac.project_kernel", "project_error", variant="wide", CHANNELS=256, BLOCK_D=256),
     seal("psac.quantize_kernel", "quantize_coefficients", scales="*bf16", THRESHOLD=1, RANK_2=8, BLOCKS=1024),
     seal("statistics.moment_kernel", "second_moment", BLOCK=128, BLOCKS=1),
+    seal("principal.principal_kernel", "principal_basis", WIDTH=16),
     seal("statistics.add_kernel", "add_moments"),
     seal("statistics.sensitivity_kernel", "sensitivity", largest="*i32", BLOCK=128),
 )

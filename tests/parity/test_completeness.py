@@ -37,6 +37,7 @@ WITHOUT_NAMESAKE = {
     "triton.assignment": "the kernels of codebook",
     "triton.baselines": "methods of core, in torch operations",
     "triton.frame": "the kernels of codebook",
+    "triton.principal": "the kernel of statistics",
     "triton.layer": "keys and values as one batch",
     "triton.sealing": "all of a layer in shared launches",
     "triton.compensation": "the reading half of psac",
@@ -54,7 +55,7 @@ WITHOUT_NAMESAKE = {
 # Launchers that take all streams of a layer at once, and what passes between them.
 OF_LAYERS = {
     "affine": "Codes Projection Residual as_e4m3 encode_layer group_sizes largest_ranges",
-    "codebook": "Frame begin framed magnitudes_of rank refine",
+    "codebook": "Frame add_members assign begin framed magnitudes_of prepare rank refine",
     "psac": "laid_out projection_of quantize",
     "qsac": "choose_layer",
     "statistics": "write_sensitivity",

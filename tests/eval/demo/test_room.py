@@ -9,6 +9,7 @@ from quantwm_eval.demo.episodes import FIRST_FRAMES, constant_program, look_away
 from quantwm_eval.demo.rendering import EYE_HEIGHT, FIELD_OF_VIEW_DEGREES, IMAGE_SIZE, render
 from quantwm_eval.demo.room import (
     ACTIONS,
+    BALL_RADIUS,
     BODY_RADIUS,
     HELD_OUT_SEEDS,
     PILLARS,
@@ -117,9 +118,9 @@ def test_a_ball_looks_as_large_as_it_is() -> None:
     pose = torch.tensor([[3.0, 4.0, 0.0]])
     difference = (render(scene, pose) != render(scene.without_ball(0), pose)).any(dim=-1)[0]
     focal = IMAGE_SIZE / 2 / math.tan(math.radians(FIELD_OF_VIEW_DEGREES / 2))
-    assert difference.any(dim=0).sum() == pytest.approx(2 * 0.4 * focal / 3.0, abs=2)
+    assert difference.any(dim=0).sum() == pytest.approx(2 * BALL_RADIUS * focal / 3.0, abs=2)
     middle = difference.any(dim=1).nonzero().float().mean()
-    assert middle == pytest.approx(IMAGE_SIZE / 2 + focal * (EYE_HEIGHT - 0.4) / 3.0, abs=1.5)
+    assert middle == pytest.approx(IMAGE_SIZE / 2 + focal * (EYE_HEIGHT - BALL_RADIUS) / 3.0, abs=1.5)
 
 
 def test_an_episode_does_not_depend_on_its_batch() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -46,8 +47,8 @@ def test_muon_descends_a_quadratic() -> None:
 
 def test_training_starts_from_noise_and_gets_better() -> None:
     run = trainer(dataclasses.replace(RECIPE, own_context_from=1.0, muon_rate=0.02, warmup_steps=1))
-    losses = [float(run.step(0.0, index)) for index in range(8)]
-    assert sum(losses[-2:]) < 0.7 * sum(losses[:2])
+    losses = [float(run.step(0.0, index)) for index in range(24)]
+    assert median(losses[-8:]) < 0.7 * median(losses[:4])  # medians: a low noise level can outweigh all others
 
 
 def test_an_own_context_keeps_the_first_chunk_real() -> None:

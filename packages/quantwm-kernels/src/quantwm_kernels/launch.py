@@ -89,6 +89,7 @@ LAUNCHES: Mapping[str, Launch] = {
     "second_moment": Launch(warps=8, stages=3, blocks={"TILE": 64}, programs=2),
     "add_moments": Launch(blocks={"BLOCK": 1024}),
     "sensitivity": Launch(),
+    "principal_basis": Launch(blocks={"BLOCK_K": 32, "ROUNDS": 20, "SWEEPS": 7}),
     "rank_centroids": Launch(warps=8, stages=1, blocks={"TILE": 64}, programs=4),
     "rank_centroids_streamed": Launch(warps=4, stages=2, blocks={"TILE": 64, "BLOCK_K": 32}, programs=8),
 }

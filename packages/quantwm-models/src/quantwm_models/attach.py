@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -57,9 +58,16 @@ class Attachment:
         self._undo = adapter.attach(pipeline, self._make_cache)
 
     def _make_cache(
-        self, layer: int, *, branch: str = "", sink: int = 0, workspace: Workspace | None = None
+        self,
+        layer: int,
+        *,
+        branch: str = "",
+        sink: int = 0,
+        workspace: Workspace | None = None,
+        rebuilt: bool = False,
     ) -> LayerCache:
-        cache = LayerCache(self.scheme, layer=layer, sink=sink, workspace=workspace, observers=self._observers)
+        scheme = replace(self.scheme, chunks_per_seal=1) if rebuilt else self.scheme
+        cache = LayerCache(scheme, layer=layer, sink=sink, workspace=workspace, observers=self._observers)
         self._caches[branch, layer] = cache
         return cache
 

@@ -24,7 +24,7 @@ from quantwm_kernels.packed_attention import attend_packed
 from quantwm_kernels.reading import ReadPlan
 from quantwm_kernels.statistics import second_moment
 from quantwm_models.causality import CausalQueries
-from quantwm_models.contents import Contents, located, placed
+from quantwm_models.contents import Contents, KeyFrame, located, placed
 from quantwm_models.geometry import ACCEPTED, Geometry, copied_chunk
 from quantwm_models.observer import CacheObserver
 from quantwm_models.report import CacheReport
@@ -52,6 +52,10 @@ class LayerCache:
         attention: How :meth:`attend` attends. ``"packed"`` reconstructs keys and values tile by tile and needs no workspace;
             ``"decoded"`` reads them and calls torch's attention; ``"auto"`` takes what is faster.
         parameters: Settings of the scheme when ``scheme`` is a name: ``rank=16``, ``values="bf16"``, ``decay=0.9``.
+
+    Attributes:
+        key_frame: Where keys are cached in another frame than that in which queries meet them: what makes of the moment of
+            the queries the one that a unit's keys see, given its absolute tokens. None where both are the same.
 
     >>> import torch
     >>> generator = torch.Generator().manual_seed(0)
@@ -98,6 +102,7 @@ class LayerCache:
         self._decode_seconds = 0.0
         self._plans: dict[tuple[tuple[Segment, int], ...], ReadPlan] = {}
         self.version = 0
+        self.key_frame: KeyFrame | None = None
 
     @property
     def tokens(self) -> int:
@@ -198,6 +203,27 @@ class LayerCache:
                 contents, moment = self._contents, second_moment(queries, heads)
                 self._contents = replace(contents, queries=contents.queries.observe(moment))
 
+    def foresee(self, queries: Float[Tensor, "batch heads tokens channels"]) -> None:
+        """Fold queries of a host that asks before it has anything cached; they count for all that will be.
+
+        Args:
+            queries: BF16, FP16 or FP32 ``[B, H, T, D]``, as many heads as the keys will have.
+
+        Raises:
+            StateError: Something is cached already, or the queries require grad.
+            DtypeError, DomainError: They are no such tensor, or hold NaN or Inf.
+        """
+        with self._located():
+            if self._geometry is not None:
+                raise StateError("queries before the first chunk came after it; observe() them")
+            check_detached(queries, "queries")
+            if queries.dtype not in ACCEPTED:
+                raise DtypeError(f"queries: got {queries.dtype}, need torch.bfloat16, float16 or float32")
+            if self._learns:
+                contents, moment = self._contents, second_moment(queries, queries.shape[1])
+                known = contents.queries if contents.queries.groups else contents.queries.begin(0)
+                self._contents = replace(contents, queries=known.observe(moment))
+
     def seal(self) -> None:
         """The active chunk is complete now: seal what is due without waiting for the next chunk.
 
@@ -279,13 +305,11 @@ class LayerCache:
 
     def clear(self) -> None:
         """Forget everything, statistics and counters included; a new video begins."""
-        before = self.stream.live
-        self._contents, self._geometry, self._decode_seconds = self._nothing(), None, 0.0
-        self._plans.clear()
-        self.version += 1
-        for observer in self.observers:
-            for span in before:
-                observer.evicted(self, *span)
+        self._forget(self._nothing())
+
+    def rewind(self) -> None:
+        """Forget all tokens, but not what is known of the queries: the host builds its cache anew."""
+        self._forget(replace(self._nothing(), queries=self._contents.queries.folded()))
 
     def report(self) -> CacheReport:
         """What the cache holds and what it cost since it was cleared."""
@@ -312,10 +336,20 @@ class LayerCache:
     def _nothing(self) -> Contents:
         return Contents(self._settings, CausalQueries(decay=self.scheme.decay))
 
+    def _forget(self, empty: Contents) -> None:
+        """Have no tokens any more, and tell the observers."""
+        before = self.stream.live
+        self._contents, self._geometry, self._decode_seconds = empty, None, 0.0
+        self._plans.clear()
+        self.version += 1
+        for observer in self.observers:
+            for span in before:
+                observer.evicted(self, *span)
+
     def _commit(self, contents: Contents, geometry: Geometry | None) -> None:
         """Seal what is due in ``contents``, make them the cache's, then tell the observers."""
         before = self._contents
-        settled, sealings = contents.settle(self.scheme)
+        settled, sealings = contents.settle(self.scheme, self.key_frame)
         if settled.units.keys() != before.units.keys():
             self._plans.clear()  # a plan keeps its units alive
         self._contents, self._geometry = settled, geometry

@@ -69,9 +69,27 @@ class CausalQueries:
         """
         queries = self
         while len(queries.groups) > 1 and queries.groups[1].start <= token:
-            first, *rest = queries.groups
-            past, moment = queries.past, first.moment
-            if past is not None and moment is not None:
-                past = merge(past, moment, self.decay)
-            queries = replace(queries, past=past or moment, groups=tuple(rest))
+            queries = queries._fold_first()
         return queries
+
+    def folded(self) -> CausalQueries:
+        """Fold all into the past, for a cache that is built anew.
+
+        >>> import torch
+        >>> from quantwm_kernels.statistics import second_moment
+        >>> query = second_moment(torch.ones(1, 1, 1, 4), 1)
+        >>> queries = CausalQueries().begin(0).observe(query).begin(8).observe(query).folded()
+        >>> queries.past.queries, queries.groups
+        (2, ())
+        """
+        queries = self
+        while queries.groups:
+            queries = queries._fold_first()
+        return queries
+
+    def _fold_first(self) -> CausalQueries:
+        first, *rest = self.groups
+        past, moment = self.past, first.moment
+        if past is not None and moment is not None:
+            past = merge(past, moment, self.decay)
+        return replace(self, past=past or moment, groups=tuple(rest))

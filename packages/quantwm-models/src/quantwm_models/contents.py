@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -21,10 +21,14 @@ from quantwm_core.stream import Span, Stream, cut, overlap
 from quantwm_kernels.chunk import SealedChunk
 from quantwm_kernels.methods import seal_chunk
 from quantwm_kernels.reading import Piece
+from quantwm_kernels.statistics import QueryMoment
 from quantwm_models.causality import CausalQueries
 from quantwm_models.workspace import Segment
 
 _serials = itertools.count()
+
+# The moment of queries as the keys of some absolute tokens see them.
+KeyFrame = Callable[[QueryMoment, Span], QueryMoment]
 
 
 class Exact(NamedTuple):
@@ -120,8 +124,8 @@ class Contents:
             stream = stream.complete()
         return _follow(self, stream.evict(start, stop))
 
-    def settle(self, scheme: Scheme) -> tuple[Contents, tuple[Sealing, ...]]:
-        """Seal what is due.
+    def settle(self, scheme: Scheme, frame: KeyFrame | None = None) -> tuple[Contents, tuple[Sealing, ...]]:
+        """Seal what is due, by queries in the frame of the keys.
 
         Raises:
             QuantWMError: A unit cannot be sealed; the message names its chunk and the tensor.
@@ -133,8 +137,9 @@ class Contents:
         for span in due:
             queries = queries.before(span.start)
             keys, values = self._gather(span)
+            past = queries.past if frame is None or queries.past is None else frame(queries.past, span)
             with located(self._name(span)):
-                last = seal_chunk(scheme, keys, values, queries.past, last, span.start)
+                last = seal_chunk(scheme, keys, values, past, last, span.start)
             units[span] = Unit(next(_serials), last)
             sealings.append(Sealing(last, keys, values))
         stream = self.stream.sealed()

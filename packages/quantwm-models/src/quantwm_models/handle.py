@@ -11,6 +11,7 @@ from torch import Tensor
 from quantwm_core.chunk import KINDS
 from quantwm_core.errors import StateError
 from quantwm_core.stream import Span
+from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostAttributeError, HostError
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class Handle(Sized):
     """A range of a store's slots, reconstructed when it is used.
 
     As a slice of a tensor does, it shows what the slots hold at the time of use; its :meth:`clone` shows what they held
-    at the time of cloning, and must be used before the cache changes. Any torch function applied to it sees a tensor.
+    at the time of cloning, and must be used before the cache changes. A clone may be written: it then is a tensor of
+    its own, and no longer a range of the cache. Any torch function applied to either sees a tensor.
 
     Args:
         store: Where from.
@@ -59,6 +61,7 @@ class Handle(Sized):
         self.store = store
         self.slots = slots
         self.version = version
+        self._own: Tensor | None = None
         batch, _, heads, channels = store.shape
         self.shape = torch.Size((batch, slots.tokens, heads, channels))
         self.dtype = store.dtype
@@ -71,9 +74,17 @@ class Handle(Sized):
     def __len__(self) -> int:
         return self.shape[0]
 
+    @property
+    def changed(self) -> bool:
+        """Whether this is a clone that was written, and holds what the cache does not."""
+        return self._own is not None
+
+    @uncompiled
     def clone(self, **_: object) -> Handle:
         """The same range as it is now."""
-        return Handle(self.store, self.slots, self.store.halves.cache.version)
+        copy = Handle(self.store, self.slots, self.store.halves.cache.version)
+        copy._own = None if self._own is None else self._own.clone()
+        return copy
 
     def detach(self) -> Handle:
         """The same range; it never records gradients."""
@@ -89,6 +100,7 @@ class Handle(Sized):
         if self.version not in (None, version):
             raise StateError(f"{self}: the cache changed after this was cloned; use a clone before writing the cache")
 
+    @uncompiled
     def tensor(self) -> Tensor:
         """The range as a tensor of its own, ``[B, n, heads, head_dim]`` in the host's number format.
 
@@ -96,6 +108,10 @@ class Handle(Sized):
             RangeError: The slots hold no tokens.
             StateError: Only one half was written yet, or the clone is stale.
         """
+        if self._own is not None:
+            return self._own
+        if not self.slots.tokens:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         pair = read_pair(self, self)
         return pair[KINDS.index(self.store.kind)].clone()
 
@@ -103,7 +119,15 @@ class Handle(Sized):
         return self.tensor()[key]  # type: ignore[index]  # a tensor judges its own index
 
     def __setitem__(self, key: object, value: object) -> None:
-        raise HostError(f"{self} cannot be written; write to the store: {SUPPORTED}")
+        """Write a clone.
+
+        Raises:
+            HostError: This is no clone but a range of the cache.
+        """
+        if self.version is None:
+            raise HostError(f"{self} cannot be written; write to the store: {SUPPORTED}")
+        self._own = self.tensor()
+        self._own[key] = whole(value)  # type: ignore[index]  # a tensor judges its own index
 
     def __getattr__(self, name: str) -> Any:
         # In-place methods would change a copy and be lost; private names are questions about the class, not the data.
@@ -125,12 +149,12 @@ class Handle(Sized):
         inplace = name.endswith("_") and not name.endswith("__")
         if (kwargs and "out" in kwargs) or (inplace and args and isinstance(args[0], Handle)):
             raise HostError(f"a host applied {name} to a range of its cache in place; write to the store: {SUPPORTED}")
-        return func(*_materialised(args), **_materialised(dict(kwargs or {})))
+        return func(*whole(args), **whole(dict(kwargs or {})))
 
 
 def _operator(name: str) -> Callable[[Handle, Any], Any]:
     def apply(handle: Handle, other: Any) -> Any:
-        return getattr(handle.tensor(), name)(_materialised(other))
+        return getattr(handle.tensor(), name)(whole(other))
 
     return apply
 
@@ -157,14 +181,14 @@ def read_pair(keys: Handle, values: Handle) -> tuple[Tensor, Tensor]:
     return exact_keys.to(keys.dtype), exact_values.to(values.dtype)
 
 
-def _materialised(value: Any) -> Any:
+def whole(value: Any) -> Any:
     """``value`` with every handle in it, lists and dicts included, replaced by its tensor."""
     if isinstance(value, Handle):
         return value.tensor()
     if isinstance(value, list | tuple):
-        return type(value)(_materialised(item) for item in value)
+        return type(value)(whole(item) for item in value)
     if isinstance(value, dict):
-        return {key: _materialised(item) for key, item in value.items()}
+        return {key: whole(item) for key, item in value.items()}
     return value
 
 

@@ -8,31 +8,35 @@ stores instead of tensors, and the function, so that it understands their ranges
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantwm_core.errors import StateError
+from quantwm_models.attention_hook import Attention, function_replaced, running_layer_known
 from quantwm_models.cache import LayerCache
 from quantwm_models.errors import HostError
-from quantwm_models.handle import Handle, read_pair
+from quantwm_models.patching import Setting, replaced, restored
 from quantwm_models.store import pair
 from quantwm_models.workspace import Workspace
-
-_ABSENT = object()
 
 
 class MakeCache(Protocol):
     """Makes the cache of a layer; a later cache of the same branch and layer takes the place of an earlier one."""
 
     def __call__(
-        self, layer: int, *, branch: str = "", sink: int = 0, workspace: Workspace | None = None
+        self,
+        layer: int,
+        *,
+        branch: str = "",
+        sink: int = 0,
+        workspace: Workspace | None = None,
+        rebuilt: bool = False,
     ) -> LayerCache:
         """Make it.
 
@@ -41,12 +45,13 @@ class MakeCache(Protocol):
             branch: Which of several caches of a host this is, such as the one for negative prompts.
             sink: First tokens that the host never evicts.
             workspace: Memory for reads, shared by the layers of a host.
+            rebuilt: The host builds its cache anew as a whole, so that what is appended at once is a unit.
         """
 
 
 @dataclass(frozen=True)
 class RollingDict:
-    """What a host of this lineage calls its parts.
+    """What a host of this lineage calls its parts, and what it is told while a cache is attached.
 
     Attributes:
         pipeline: The live object that allocates.
@@ -54,7 +59,13 @@ class RollingDict:
         allocator: The pipeline's method that makes the dicts; it takes ``device``.
         attention: Name of the function, ``(q, k, v, ...)`` on ``[B, tokens, heads, head_dim]``.
         lists: Attributes of the pipeline that hold the lists of dicts, where the method does not return them.
-        sink: Tells the sink's tokens at the time of allocation.
+        branch: Names the list that the method returns.
+        sink: Tells the sink's tokens at the time of allocation, given the slots that the host allocates.
+        slots: Tells the slots that the host sees instead, given those that it allocates; memory is taken by the chunk.
+        kept: More attributes of the pipeline that the host sets while it runs, and that are put back.
+        settings: What is set while the cache is attached.
+        assembling: Self-attention layers that put together themselves what they attend to; they take their dict as an
+            argument.
     """
 
     pipeline: Any
@@ -62,16 +73,12 @@ class RollingDict:
     allocator: str = "_initialize_kv_cache"
     attention: str = "attention"
     lists: tuple[str, ...] = ()
-    sink: Callable[[], int] = lambda: 0
-
-
-def module_of(instance: object) -> ModuleType:
-    """Module that defines a live object's class; hosts share top-level names, so it is never imported by name.
-
-    >>> module_of(Workspace()).__name__
-    'quantwm_models.workspace'
-    """
-    return sys.modules[type(instance).__module__]
+    branch: Callable[[], str] = lambda: ""
+    sink: Callable[[int], int] = lambda _: 0
+    slots: Callable[[int], int] = lambda allocated: allocated
+    kept: tuple[str, ...] = ()
+    settings: tuple[Setting, ...] = ()
+    assembling: Sequence[nn.Module] = ()
 
 
 def hook(host: RollingDict, make_cache: MakeCache) -> Callable[[], None]:
@@ -94,20 +101,25 @@ def hook(host: RollingDict, make_cache: MakeCache) -> Callable[[], None]:
     for module in host.modules:
         if not callable(getattr(module, host.attention, None)):
             raise HostError(f"module {module.__name__}: need a function {host.attention!r}, which is not there")
-    workspace, stack = Workspace(token_major=True), ExitStack()
-    try:
-        for name in host.lists:
-            # A list from before would be used again, and the allocator would never be asked.
-            stack.enter_context(_attribute(host.pipeline, name, None))
-        stack.enter_context(
-            _attribute(host.pipeline, host.allocator, _Allocator(host, allocate, make_cache, workspace))
-        )
-        for module in host.modules:
-            stack.enter_context(_attention(module, host.attention))
-    except BaseException:
-        stack.close()
-        raise
-    return stack.close
+    with ExitStack() as stack:
+        _enter(stack, host, _Allocator(host, allocate, make_cache, Workspace(token_major=True)))
+        return stack.pop_all().close
+
+
+def _enter(stack: ExitStack, host: RollingDict, allocator: _Allocator) -> None:
+    """Change the host; leaving the stack changes it back."""
+    for name in host.lists:
+        # A list from before would be used again, and the allocator would never be asked.
+        stack.enter_context(replaced(host.pipeline, name, None))
+    for name in host.kept:
+        stack.enter_context(restored(host.pipeline, name))
+    for setting in host.settings:
+        stack.enter_context(replaced(*setting))
+    stack.enter_context(replaced(host.pipeline, host.allocator, allocator))
+    for module in host.modules:
+        attention = stack.enter_context(function_replaced(module, host.attention, Attention))
+        for layer in host.assembling:
+            stack.enter_context(running_layer_known(layer, attention))
 
 
 class _Allocator:
@@ -123,87 +135,52 @@ class _Allocator:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         host = self.host
-        bound = inspect.signature(self.allocate).bind(*args, **kwargs)
-        bound.apply_defaults()
-        device = torch.device(bound.arguments["device"])
-        bound.arguments["device"] = torch.device("meta")
-        result = self.allocate(*bound.args, **bound.kwargs)
-        lists = {"": result} if result is not None else {name: getattr(host.pipeline, name) for name in host.lists}
-        sink = host.sink()
+        result, device = on_meta(self.allocate, *args, **kwargs)
+        lists = (
+            {host.branch(): result}
+            if result is not None
+            else {name: getattr(host.pipeline, name) for name in host.lists}
+        )
         for branch, layers in lists.items():
             for layer, entries in enumerate(layers):
-                cache = self.make_cache(layer, branch=branch, sink=sink, workspace=self.workspace)
-                _put_stores(entries, device, cache, self.workspace)
+                self._put_stores(layer, branch, entries, device)
         return result
 
+    def _put_stores(self, layer: int, branch: str, entries: dict[str, Any], device: torch.device) -> None:
+        """Replace the tensors of one layer's dict; they were allocated on the meta device, for their shapes."""
+        for name in ("k", "v"):
+            if not isinstance(entries.get(name), Tensor) or entries[name].ndim != 4:
+                raise HostError(
+                    f"layer {layer}: need a tensor [B, tokens, heads, head_dim] under {name!r}, "
+                    f"found {type(entries.get(name)).__name__} among {sorted(entries)}"
+                )
+        keys, values = entries["k"], entries["v"]
+        sink, slots = self.host.sink(keys.shape[1]), self.host.slots(keys.shape[1])
+        self.workspace.reserve(slots)
+        materialise(entries, device, without=("k", "v"))
+        cache = self.make_cache(layer, branch=branch, sink=sink, workspace=self.workspace)
+        shapes = ((each.shape[0], slots, *each.shape[2:]) for each in (keys, values))
+        entries["k"], entries["v"] = pair(cache, next(shapes), keys.dtype, device, next(shapes))
 
-def _put_stores(entries: dict[str, Any], device: torch.device, cache: LayerCache, workspace: Workspace) -> None:
-    """Replace the tensors of one layer's dict; they were allocated on the meta device, for their shapes."""
-    for name in ("k", "v"):
-        if not isinstance(entries.get(name), Tensor) or entries[name].ndim != 4:
-            raise HostError(
-                f"layer {cache.layer}: need a tensor [B, tokens, heads, head_dim] under {name!r}, "
-                f"found {type(entries.get(name)).__name__} among {sorted(entries)}"
-            )
-    keys, values = entries["k"], entries["v"]
-    workspace.reserve(keys.shape[1])
-    for name, entry in entries.items():
-        if isinstance(entry, Tensor) and entry.is_meta:
-            # Hosts start their indices at zero.
-            entries[name] = torch.zeros_like(entry, device=device)  # overwritten below for k and v
-    entries["k"], entries["v"] = pair(cache, keys.shape, keys.dtype, device, values.shape)
 
+def on_meta(allocate: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, torch.device]:
+    """Call an allocator that takes ``device``, on the meta device.
 
-class _Attention:
-    """Attention function of a module that understands handles; anything else it passes on.
+    Returns:
+        What it returned, and the device that it was to allocate on.
 
-    Attributes:
-        original: The host's function.
-        users: Attachments that rely on it.
+    >>> on_meta(lambda size, device: torch.zeros(size, device=device), 3, "cpu")
+    (tensor(..., device='meta', size=(3,)), device(type='cpu'))
     """
-
-    def __init__(self, original: Callable[..., Any]) -> None:
-        self.original = original
-        self.users = 0
-
-    def __call__(self, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (isinstance(k, Handle) and isinstance(v, Handle)):
-            return self.original(q, k, v, *args, **kwargs)
-        keys, values = read_pair(k, v)
-        result = self.original(q, keys, values, *args, **kwargs)
-        cache = k.store.halves.cache
-        queries = q.transpose(1, 2)
-        cache.observe(queries)
-        cache.tell_attended(queries, keys.transpose(1, 2), values.transpose(1, 2), *k.slots)
-        return result
+    bound = inspect.signature(allocate).bind(*args, **kwargs)
+    bound.apply_defaults()
+    device = torch.device(bound.arguments["device"])
+    bound.arguments["device"] = torch.device("meta")
+    return allocate(*bound.args, **bound.kwargs), device
 
 
-@contextmanager
-def _attention(module: ModuleType, name: str) -> Iterator[None]:
-    """Replace a module's attention function while at least one attachment needs it."""
-    found = getattr(module, name)
-    if not isinstance(found, _Attention):
-        found = _Attention(found)
-        setattr(module, name, found)
-    found.users += 1
-    try:
-        yield
-    finally:
-        found.users -= 1
-        # A function that someone else put in place since is theirs to take away; ours below it passes tensors on.
-        if not found.users and getattr(module, name) is found:
-            setattr(module, name, found.original)
-
-
-@contextmanager
-def _attribute(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set an instance's attribute and give it back what it had, or lacked."""
-    before = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+def materialise(entries: dict[str, Any], device: torch.device, *, without: Sequence[str] = ()) -> None:
+    """Give a dict's tensors on the meta device their memory, zeros as hosts begin with."""
+    for name, entry in entries.items():
+        if isinstance(entry, Tensor) and entry.is_meta and name not in without:
+            entries[name] = torch.zeros_like(entry, device=device)

@@ -19,6 +19,7 @@ from quantwm_core.errors import QuantWMError, ShapeError
 from quantwm_core.stream import Span
 from quantwm_kernels.bridge import check_detached
 from quantwm_models.cache import LayerCache
+from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostAttributeError, HostError
 from quantwm_models.halves import Halves, Roll, Write
 from quantwm_models.handle import OPERATORS, SUPPORTED, Handle, Sized, name_of
@@ -67,10 +68,12 @@ class Store(Sized):
     def __len__(self) -> int:
         return self.shape[0]
 
+    @uncompiled
     def __getitem__(self, key: object) -> Handle:
         """Range of slots; nothing is read yet."""
         return Handle(self, self._slots(key))
 
+    @uncompiled
     def __setitem__(self, key: object, value: object) -> None:
         """Write a chunk, or roll the window.
 
@@ -88,7 +91,7 @@ class Store(Sized):
 
     def _operation(self, slots: Span, value: object) -> Roll | Write:
         """What an assignment to ``slots`` means."""
-        if isinstance(value, Handle) and value.store is self:
+        if isinstance(value, Handle) and value.store is self and not value.changed:
             if value.slots.tokens != slots.tokens:
                 raise ShapeError(f"{self}: {value} does not fit slots {slots.start} to {slots.stop}")
             value.check_current()

@@ -37,17 +37,17 @@ FIRST_FRAMES = 4
 
 # Share of a macro action among those that the random walk draws, and its shortest and longest duration in frames.
 WALK: tuple[tuple[int, float, int, int], ...] = (
-    (NOOP, 0.06, 1, 4),
-    (FORWARD, 0.22, 4, 14),
-    (LEFT, 0.12, 3, 22),
-    (RIGHT, 0.12, 3, 22),
-    (FORWARD_LEFT, 0.12, 4, 14),
-    (FORWARD_RIGHT, 0.12, 4, 14),
-    (BACK, 0.24, 4, 14),
+    (NOOP, 0.08, 1, 4),
+    (FORWARD, 0.16, 4, 14),
+    (LEFT, 0.13, 3, 22),
+    (RIGHT, 0.13, 3, 22),
+    (FORWARD_LEFT, 0.14, 4, 14),
+    (FORWARD_RIGHT, 0.14, 4, 14),
+    (BACK, 0.22, 4, 14),
 )
-# How often the walk undoes a turn that it has finished, and turns to the room's centre when it is blocked.
+# How often the walk undoes a turn that it has finished, and turns to the room's centre rather than bump into something.
 RETURN_SHARE = 0.5
-RECOVERY_SHARE = 0.4
+SWERVE_SHARE = 0.9
 
 _WALK_STREAM = 4096
 _START_STREAM = 2048
@@ -96,7 +96,7 @@ class LookAway:
 
 
 def random_walk(seeds: Tensor, frames: int, look_away_share: float = 0.0) -> Walk:
-    """Persistent random play: macro actions of several frames, turns that are often undone, and ways out of corners.
+    """Persistent random play: macro actions of several frames, turns that are often undone, seldom into obstacles.
 
     Args:
         seeds: int64 ``[B]``; an episode depends on its own seed only, whatever batch or device it is made in.
@@ -125,18 +125,18 @@ def random_walk(seeds: Tensor, frames: int, look_away_share: float = 0.0) -> Wal
 
         waiting = pause >= frame
         played = torch.where(waiting, NOOP, action)
-        before, pose = pose, step(scene, pose, played)
+        ahead = step(scene, pose, played)
+        moves = (played != NOOP) & (played != LEFT) & (played != RIGHT)
+        blocked = moves & (ahead[:, :2] == pose[:, :2]).all(dim=-1)
+        swerve = blocked & (hashed_uniform(seeds, stream + 3) < SWERVE_SHARE)
+        turn = _towards_centre(pose)
+        played, action = torch.where(swerve, turn, played), torch.where(swerve, turn, action)
+        left = torch.where(swerve, 4 + (hashed_uniform(seeds, stream + 4) * 9).long(), left)
+        next_action, next_left = torch.where(swerve, FORWARD, next_action), torch.where(swerve, 6, next_left)
+        pose = torch.where(swerve.unsqueeze(-1), step(scene, pose, turn), ahead)
         poses.append(pose)
         actions.append(played)
         left = left - (~waiting).long()
-
-        moves = (played != NOOP) & (played != LEFT) & (played != RIGHT)
-        blocked = moves & (pose[:, :2] == before[:, :2]).all(dim=-1)
-        leave = blocked & (hashed_uniform(seeds, stream + 3) < RECOVERY_SHARE)
-        action = torch.where(leave, _towards_centre(pose), action)
-        left = torch.where(leave, 4 + (hashed_uniform(seeds, stream + 4) * 9).long(), left)
-        next_action = torch.where(leave, FORWARD, next_action)
-        next_left = torch.where(leave, 6, next_left)
     return Walk(scene, torch.stack(poses, dim=1), torch.stack(actions, dim=1))
 
 
@@ -188,7 +188,7 @@ def free_start(scene: Scene, seeds: Tensor) -> Tensor:
     tries = 16
     draws = torch.stack([hashed_uniform(seeds, _START_STREAM + 16 + k) for k in range(2 * tries)], dim=-1)
     points = BODY_RADIUS + (ROOM_SIZE - 2 * BODY_RADIUS) * draws.view(-1, tries, 2)
-    best = clearance(scene, points).clamp(max=0.6).argmax(dim=1)
+    best = clearance(scene, points).clamp(max=BODY_RADIUS + 0.25).argmax(dim=1)
     place = points[torch.arange(len(seeds), device=seeds.device), best]
     aside = (hashed_uniform(seeds, _START_STREAM + 8) - 0.5) * (HEADINGS / 3)
     heading = (_centre_heading(place) + aside).round() % HEADINGS

@@ -16,6 +16,13 @@ WALL_COLOURS: tuple[tuple[float, float, float], ...] = (
     (0.56, 0.52, 0.68),
     (0.62, 0.62, 0.62),
 )
+# What each of the four walls makes of the tint, north, east, south, west: no two look alike, from wherever one stands.
+WALL_HUES: tuple[tuple[float, float, float], ...] = (
+    (1.15, 1.00, 0.50),
+    (0.40, 0.85, 1.70),
+    (1.75, 0.60, 0.45),
+    (0.45, 1.15, 0.60),
+)
 FLOOR_COLOURS: tuple[tuple[float, float, float], ...] = (
     (0.42, 0.34, 0.28),
     (0.30, 0.34, 0.42),
@@ -28,7 +35,8 @@ FURNITURE_COLOURS: tuple[tuple[float, float, float], ...] = (
     (0.88, 0.55, 0.22),  # picture: frame
     (0.16, 0.26, 0.50),  # picture: canvas
     (1.00, 0.96, 0.72),  # lamp
-    (0.78, 0.76, 0.70),  # pillars
+    (0.80, 0.78, 0.70),  # light pillar
+    (0.16, 0.13, 0.20),  # dark pillar
 )
-DOOR, WINDOW, FRAME, CANVAS, LAMP, PILLAR = range(6)
-WALL, FLOOR, TILE, CEILING, FIRST_BALL = range(6, 11)
+DOOR, WINDOW, FRAME, CANVAS, LAMP, FIRST_PILLAR, _ = range(7)
+FIRST_WALL, FLOOR, CEILING, FIRST_BALL = 7, 11, 12, 13

@@ -1,7 +1,7 @@
 """Pictures of the room: 64x64, seen from poses, by casting a ray through every pixel.
 
-The four walls, 2.5 units high, carry four patterns, a door, a window, a picture and a lamp. Balls are shaded spheres.
-Two rays by two a pixel are averaged, so that edges move smoothly.
+The four walls, 3.6 units high, carry four patterns in four hues, a door, a window, a picture and a lamp. Balls are
+shaded spheres. Two rays by two a pixel are averaged, so that edges move smoothly.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from quantwm_eval.demo.palette import (
     CEILING,
     DOOR,
     FIRST_BALL,
+    FIRST_PILLAR,
+    FIRST_WALL,
     FLOOR,
     FLOOR_COLOURS,
     FRAME,
     FURNITURE_COLOURS,
     LAMP,
-    PILLAR,
-    TILE,
-    WALL,
     WALL_COLOURS,
+    WALL_HUES,
     WINDOW,
 )
 from quantwm_eval.demo.room import BALL_RADIUS, BALLS, HEADINGS, PILLAR_RADIUS, PILLARS, ROOM_SIZE, Scene, spread
 
 IMAGE_SIZE = 64
 FIELD_OF_VIEW_DEGREES = 80.0
-ROOM_HEIGHT = 2.5
+ROOM_HEIGHT = 3.6
 EYE_HEIGHT = 1.1
-TILE_SIZE = 2.0
 
 _SUPERSAMPLING = 2
 _FRAMES_AT_ONCE_CPU = 64
@@ -85,21 +84,23 @@ def _render_flat(scene: Scene, poses: Tensor) -> Tensor:
     ray_y = angle.sin() - across * angle.cos()
 
     depth, wall_id, along = _nearest_wall(x, y, ray_x, ray_y)
-    pillar_depth = _nearest_pillar(x, y, ray_x, ray_y)
+    pillar_depth, pillar = _nearest_pillar(x, y, ray_x, ray_y)
     is_pillar = pillar_depth < depth
     depth = torch.minimum(depth, pillar_depth)
     height = EYE_HEIGHT + depth * slope
     material, shade = _wall_material(wall_id, along, height)
+    shade = shade * _daylight(x + depth * ray_x, y + depth * ray_y)
     round_shade = torch.where(height < 0.5, 0.7, 1.0)
-    material = torch.where(is_pillar, PILLAR, material)
+    material = torch.where(is_pillar, FIRST_PILLAR + pillar, material)
     shade = torch.where(is_pillar, round_shade, shade)
 
     flat_depth = torch.where(slope < 0, -EYE_HEIGHT, ROOM_HEIGHT - EYE_HEIGHT) / slope
     on_flat = flat_depth < depth
-    tiles = ((x + flat_depth * ray_x) / TILE_SIZE).floor() + ((y + flat_depth * ray_y) / TILE_SIZE).floor()
-    flat_material = torch.where(slope < 0, torch.where(tiles % 2 == 0, FLOOR, TILE), CEILING)
+    # Light falls in from one corner: brighter along walls and floor, so that what one sees says where one is.
+    light = _daylight(x + flat_depth * ray_x, y + flat_depth * ray_y)
+    flat_material = torch.where(slope < 0, FLOOR, CEILING)
     material = torch.where(on_flat, flat_material, material)
-    shade = torch.where(on_flat, 1.0, shade)
+    shade = torch.where(on_flat, torch.where(slope < 0, light, 1.0), shade)
     depth = torch.minimum(depth, flat_depth)
 
     for ball in range(BALLS):
@@ -117,6 +118,11 @@ def _render_flat(scene: Scene, poses: Tensor) -> Tensor:
     return (picture.view(split).mean(dim=(2, 4)) * 255.0).round().clamp(0, 255).to(torch.uint8)
 
 
+def _daylight(x: Tensor, y: Tensor) -> Tensor:
+    """Brightness at places of the floor plan, 0.7 in one corner to 1.3 in the opposite one."""
+    return 0.7 + 0.6 * (x + y) / (2 * ROOM_SIZE)
+
+
 def _nearest_wall(x: Tensor, y: Tensor, ray_x: Tensor, ray_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Depth, wall number (0 north, 1 east, 2 south, 3 west) and place along the wall, each ``[N, 1, columns]``."""
     depth_x = torch.where(ray_x > 0, ROOM_SIZE - x, x) / ray_x.abs().clamp(min=1e-6)
@@ -128,17 +134,18 @@ def _nearest_wall(x: Tensor, y: Tensor, ray_x: Tensor, ray_y: Tensor) -> tuple[T
     return depth, wall_id, along
 
 
-def _nearest_pillar(x: Tensor, y: Tensor, ray_x: Tensor, ray_y: Tensor) -> Tensor:
-    """Depth of the nearest pillar ``[N, 1, columns]``, infinite where none is hit."""
-    nearest = torch.full_like(ray_x, math.inf)
+def _nearest_pillar(x: Tensor, y: Tensor, ray_x: Tensor, ray_y: Tensor) -> tuple[Tensor, Tensor]:
+    """Depth, infinite where none is hit, and number of the nearest pillar, each ``[N, 1, columns]``."""
+    depths = []
     square = ray_x * ray_x + ray_y * ray_y
     for centre_x, centre_y in PILLARS:
         to_x, to_y = centre_x - x, centre_y - y
         half = to_x * ray_x + to_y * ray_y
         inside = half * half - square * (to_x * to_x + to_y * to_y - PILLAR_RADIUS**2)
         depth = (half - inside.clamp(min=0).sqrt()) / square
-        nearest = torch.where((inside > 0) & (depth > 0), torch.minimum(nearest, depth), nearest)
-    return nearest
+        depths.append(torch.where((inside > 0) & (depth > 0), depth, math.inf))
+    nearest, number = torch.stack(depths).min(dim=0)
+    return nearest, number
 
 
 def _wall_material(wall_id: Tensor, along: Tensor, height: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,7 +162,8 @@ def _wall_material(wall_id: Tensor, along: Tensor, height: Tensor) -> tuple[Tens
         return (wall_id == wall) & (along > left) & (along < right) & (height > low) & (height < high)
 
     lamp = (wall_id == 3) & ((along - 2.6) ** 2 + (height - 1.65) ** 2 < 0.2)
-    material = torch.full_like(height, WALL, dtype=torch.int64)
+    wall_material = FIRST_WALL + wall_id.expand_as(height)
+    material = wall_material
     for index, where in (
         (DOOR, box(0, 3.2, 4.7, 0.0, 2.05)),
         (WINDOW, box(1, 2.8, 5.2, 0.9, 2.0)),
@@ -164,7 +172,7 @@ def _wall_material(wall_id: Tensor, along: Tensor, height: Tensor) -> tuple[Tens
         (LAMP, lamp),
     ):
         material = torch.where(where, index, material)
-    return material, torch.where(material == WALL, shade, 1.0)
+    return material, torch.where(material == wall_material, shade, 1.0)
 
 
 def _ball_surface(
@@ -187,7 +195,8 @@ def _colour_table(scene: Scene) -> Tensor:
     """float32 ``[N, materials, 3]``."""
     device = scene.palette.device
     furniture = torch.tensor(FURNITURE_COLOURS, device=device).expand(scene.shape[0], -1, -1)
-    wall = torch.tensor(WALL_COLOURS, device=device)[scene.palette[:, 0]].unsqueeze(1)
+    tint = torch.tensor(WALL_COLOURS, device=device)[scene.palette[:, 0]].unsqueeze(1)
+    walls = tint * torch.tensor(WALL_HUES, device=device)
     floor = torch.tensor(FLOOR_COLOURS, device=device)[scene.palette[:, 1]].unsqueeze(1)
     balls = torch.tensor(BALL_COLOURS, device=device)[scene.colours]
-    return torch.cat([furniture, wall, floor, floor * 0.82, 0.5 + 0.4 * wall, balls], dim=1)
+    return torch.cat([furniture, walls, floor, 0.5 + 0.4 * tint, balls], dim=1)

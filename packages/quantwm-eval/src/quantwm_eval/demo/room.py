@@ -1,6 +1,6 @@
 """A furnished room and how one moves in it: what stands where, and which pose follows which action.
 
-The room is 8 x 8 units with two pillars at fixed places. An episode draws the rest from its seed: place and colour of
+The room is 8 x 8 units with a light and a dark pillar at fixed places. An episode draws the rest from its seed: place and colour of
 three balls, and the colours of walls and floor. Everything is a pure function of explicit integers, so the *true* video
 of any action sequence is at hand (see ``rendering``), and so is that of the same room without one of its balls.
 
@@ -30,10 +30,10 @@ TRAINING_SEEDS = range(1 << 24, 1 << 32)
 ROOM_SIZE = 8.0
 HEADINGS = 72
 STRIDE = 0.15
-BODY_RADIUS = 0.35
+BODY_RADIUS = 0.7
 BALLS = 3
-BALL_RADIUS = 0.4
-PILLAR_RADIUS = 0.4
+BALL_RADIUS = 0.3
+PILLAR_RADIUS = 0.25
 PILLARS: tuple[tuple[float, float], ...] = ((2.6, 2.2), (5.7, 5.3))
 
 _MASK32 = 0xFFFFFFFF

@@ -31,6 +31,7 @@ class Recipe:
         pool: episodes walked at once, before their frames are rendered batch by batch.
         look_away_share: share of episodes that begin by looking away from a ball and back.
         near_noise_share: share of noise levels drawn from [0.98, 1].
+        near_last_share: share drawn within 0.02 of the sampler's last level; the rest is uniform.
         context_noise: highest level of noise on a blurred context.
         own_context_from: share of the run after which sampled contexts begin.
         own_context_batches: batches that are sampled at once.
@@ -49,6 +50,7 @@ class Recipe:
     pool: int = 4096
     look_away_share: float = 0.25
     near_noise_share: float = 0.35
+    near_last_share: float = 0.25
     context_noise: float = 0.4
     own_context_from: float = 0.40
     own_context_batches: int = 6
@@ -131,8 +133,7 @@ class Trainer:
         chunk = config.chunk_frames
         target = batch.truth[:, chunk:]
         shape = (len(target), target.shape[1] // chunk)
-        near = self._uniform(*shape) < recipe.near_noise_share
-        levels = torch.where(near, 0.98 + 0.02 * self._uniform(*shape), self._uniform(*shape))
+        levels = self._levels(*shape)
         wide = levels.repeat_interleave(chunk, dim=1)[..., None, None, None]
         noisy = (1 - wide) * target + wide * self._normal(target.shape)
         with torch.autocast(torch.device(self.device).type, torch.bfloat16):
@@ -143,6 +144,14 @@ class Trainer:
         trust = recipe.drift_scale / (recipe.drift_scale + drift) if batch.is_own else 1.0
         weighted: Tensor = trust * error / wide.clamp(min=0.05)
         return weighted.mean()
+
+    def _levels(self, *shape: int) -> Tensor:
+        """Noise levels, most of them where the sampler of two steps will ask."""
+        recipe, last = self.recipe, self.model.config.last_level
+        kind, level = self._uniform(*shape), self._uniform(*shape)
+        near_last = kind < recipe.near_noise_share + recipe.near_last_share
+        level = torch.where(near_last, last + 0.04 * (level - 0.5), level)
+        return torch.where(kind < recipe.near_noise_share, 0.98 + 0.02 * self._uniform(*shape), level)
 
     def _true_batch(self) -> Batch:
         """True context; in half of the sequences blurred by noise, a level a chunk."""

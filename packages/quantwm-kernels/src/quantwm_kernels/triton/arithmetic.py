@@ -50,9 +50,15 @@ def scaled(number, exponent):
 
 
 @triton.jit
-def binary_exponent(bits):
-    """The integer ``e`` with ``m <= 2**e < 2 m`` or so, as :func:`numpy.frexp` has it, of magnitude bits ``m``."""
+def frexp_exponent(bits):
+    """The integer ``e`` with ``m / 2 <= 2**(e - 1) <= m`` of positive magnitude bits ``m``, as :func:`numpy.frexp` has it."""
     number = bits.to(tl.float32, bitcast=True)
-    lifted = tl.where(number < SMALL, tl.minimum(number, SMALL) * LARGE, number)
-    exponent = (lifted.to(tl.int32, bitcast=True) >> 23) - tl.where(number < SMALL, 226, 126)
-    return tl.where(bits == 0, 0, tl.minimum(exponent, LARGEST_EXPONENT))
+    small = number < SMALL
+    lifted = tl.where(small, tl.minimum(number, SMALL) * LARGE, number)
+    return (lifted.to(tl.int32, bitcast=True) >> 23) - tl.where(small, 226, 126)
+
+
+@triton.jit
+def binary_exponent(bits):
+    """:func:`frexp_exponent` of a domain that ends at 2**60, and zero for zero."""
+    return tl.where(bits == 0, 0, tl.minimum(frexp_exponent(bits), LARGEST_EXPONENT))

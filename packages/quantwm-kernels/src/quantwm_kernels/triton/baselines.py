@@ -1,6 +1,7 @@
 """Groups along the tokens of a channel, and groups with a real-valued minimum: baselines, in plain torch operations.
 
-Formulas in :mod:`quantwm_core.methods.rtn` and :mod:`quantwm_core.minmax`. Torch divides and rounds as NumPy does.
+Formulas in :mod:`quantwm_core.methods.rtn` and :mod:`quantwm_core.minmax`. Torch rounds as NumPy does, and
+divides so by a tensor; by a number it multiplies by the reciprocal on a GPU, which differs in the last bit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def encode_channels(values: Tensor, size: int) -> AffineCode:
     # Zeros fill the last group up: they change no range that includes zero.
     grouped = pad(values.float(), (0, 0, 0, -tokens % size)).unflatten(2, (-1, size)).transpose(3, 4)
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
-    stored, super_scale = scales.encode((high - low) / LEVELS)
+    width = high - low
+    stored, super_scale = scales.encode(width / torch.full_like(width, LEVELS))
     step = scales.decode(stored, super_scale)
     divisor = torch.where(step > 0, step, 1.0)
     zero_points = (-low / divisor).round().clamp(0, LEVELS)
@@ -45,7 +47,8 @@ def encode_minmax(rows: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     # The last element fills the last group up: it changes neither minimum nor maximum.
     filled = torch.cat([wide, wide[..., -1:].expand(*wide.shape[:-1], -length % size)], -1).unflatten(-1, (-1, size))
     low = filled.amin(-1).bfloat16()
-    step = ((filled.amax(-1) - low.float()) / LEVELS).bfloat16()
+    width = filled.amax(-1) - low.float()
+    step = (width / torch.full_like(width, LEVELS)).bfloat16()
     divisor = torch.where(step > 0, step.float(), torch.inf)[..., None]
     codes = ((filled - low.float()[..., None]) / divisor).round().clamp(0, LEVELS)
     return codes.flatten(-2)[..., :length].to(torch.uint8), step, low

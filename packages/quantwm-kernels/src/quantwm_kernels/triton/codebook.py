@@ -26,6 +26,8 @@ from quantwm_kernels.triton.layer import Layer, Pair, padded
 WIDE = 128
 """Head dimension beyond which a block of sums must take fewer centroids."""
 SPARE_BYTES = 2048
+BF16_PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+"""How many BF16 numbers add up to one of another format."""
 
 
 @dataclass(frozen=True)
@@ -110,26 +112,47 @@ def begin(
 
 def refine(frame: Frame, iterations: int) -> None:
     """Rounds of k-means; ends with the stored codebook, prepared for :func:`rank`."""
-    if iterations == 0:
-        _prepare(frame, None, final=True)
-        return
-    _prepare(frame, None, final=False)
+    prepare(frame, None, final=iterations == 0)
+    index = frame.layer.empty(frame.layer.tokens, dtype=torch.uint8)
+    for iteration in range(iterations):
+        assign(frame, index)
+        prepare(frame, add_members(frame, index), final=iteration == iterations - 1)
+
+
+def assign(frame: Frame, index: Tensor) -> None:
+    """Nearest centroid of every token, as a round of k-means needs it, into uint8 ``[S, N]``."""
+    layer, launch = frame.layer, _table_launch("assign_centroids", frame, tables=1)
+    per_piece, pieces = layer.split(launch)
+    assign_kernel[layer.streams, pieces](
+        *layer.source, frame.offset, frame.exponent, frame.high, frame.bias, index, layer.tokens, frame.centroids,
+        per_piece, frame.rounds_are_centred, layer.channels, padded(layer.channels), padded(frame.centroids),
+        **launch.options,
+    )  # fmt: skip
+
+
+def add_members(frame: Frame, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums ``[S, pieces, C, D]`` and numbers ``[S, pieces, C]`` of the tokens of every centroid, FP32."""
     layer = frame.layer
     launch = LAUNCHES["sum_members" if layer.channels <= WIDE else "sum_members_wide"]
     blocks = triton.cdiv(frame.centroids, launch.blocks["BLOCK_C"])
     per_piece, pieces = layer.split(launch, layer.streams * blocks)
-    index = layer.empty(layer.tokens, dtype=torch.uint8)
     sums = layer.empty(pieces, frame.centroids, layer.channels, dtype=torch.float32)
     counts = layer.empty(pieces, frame.centroids, dtype=torch.float32)
-    wide = padded(layer.channels)
-    parts = 3 if layer.first.dtype is torch.float32 else 2 if layer.first.dtype is torch.float16 else 1
-    for iteration in range(iterations):
-        _assign(frame, index)
-        sum_kernel[layer.streams, pieces, blocks](
-            *layer.source, index, sums, counts, layer.tokens, frame.centroids, per_piece, parts, layer.channels, wide,
-            **launch.options,
-        )  # fmt: skip
-        _prepare(frame, (sums, counts), final=iteration == iterations - 1)
+    sum_kernel[layer.streams, pieces, blocks](
+        *layer.source, index, sums, counts, layer.tokens, frame.centroids, per_piece, BF16_PARTS[layer.first.dtype],
+        layer.channels, padded(layer.channels), **launch.options,
+    )  # fmt: skip
+    return sums, counts
+
+
+def prepare(frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool) -> None:
+    """New centroids from sums and counts, and what the next assignment takes."""
+    metric = frame.metric
+    kind = UNIFORM if metric is None else DIAGONAL if metric.ndim == 2 else FULL
+    if kind is FULL and update is not None:  # a full metric reads whole rows, so they must stand in memory first
+        _table(frame, update, UNIFORM, final=False)
+        update = None
+    _table(frame, update, kind, final=final)
 
 
 def rank(frame: Frame, first_ranks: int, second_ranks: int) -> Tensor:
@@ -240,27 +263,6 @@ def _table_launch(name: str, frame: Frame, tables: int) -> Launch:
         return replace(resident, blocks={**resident.blocks, "BLOCK_K": wide})
     streamed = LAUNCHES[f"{name}_streamed"]
     return replace(streamed, blocks={**streamed.blocks, "BLOCK_K": min(wide, streamed.blocks["BLOCK_K"])})
-
-
-def _assign(frame: Frame, index: Tensor) -> None:
-    """Nearest centroid of every token into uint8 ``[S, N]``."""
-    layer, launch = frame.layer, _table_launch("assign_centroids", frame, tables=1)
-    per_piece, pieces = layer.split(launch)
-    wide = padded(layer.channels)
-    assign_kernel[layer.streams, pieces](
-        *layer.source, frame.offset, frame.exponent, frame.high, frame.bias, index, layer.tokens, frame.centroids,
-        per_piece, frame.rounds_are_centred, layer.channels, wide, padded(frame.centroids), **launch.options,
-    )  # fmt: skip
-
-
-def _prepare(frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool) -> None:
-    """New centroids from sums and counts, and what the next assignment takes."""
-    metric = frame.metric
-    kind = UNIFORM if metric is None else DIAGONAL if metric.ndim == 2 else FULL
-    if kind is FULL and update is not None:  # a full metric reads whole rows, so they must stand in memory first
-        _table(frame, update, UNIFORM, final=False)
-        update = None
-    _table(frame, update, kind, final=final)
 
 
 def _table(frame: Frame, update: tuple[Tensor, Tensor] | None, kind: tl.constexpr, *, final: bool) -> None:

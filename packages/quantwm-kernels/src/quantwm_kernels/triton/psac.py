@@ -27,7 +27,7 @@ BITS_PER_BYTE = 8
 @triton.jit
 def projection_kernel(basis, matrix, CHANNELS: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr,
                       RANK_2: tl.constexpr):  # fmt: skip
-    """``U (U^T U)^-1`` of a stream. Gauss-Jordan without pivoting: the matrix is symmetric and positive."""
+    """``U (U^T U)^-1`` of a stream. Gauss-Jordan without pivoting: symmetric and positive."""
     stream = tl.program_id(0).to(tl.int64)
     channel, row, column = tl.arange(0, BLOCK_D)[:, None], tl.arange(0, RANK_2)[:, None], tl.arange(0, RANK_2)[None, :]
     inside = (channel < CHANNELS) & (column < RANK)
@@ -35,7 +35,8 @@ def projection_kernel(basis, matrix, CHANNELS: tl.constexpr, RANK: tl.constexpr,
     wide = tl.load(basis + place, mask=inside, other=0.0).to(tl.float32)
     unit = tl.where(row == column, 1.0, 0.0)
     gram = tl.dot(tl.trans(wide), wide, input_precision="ieee")
-    left = tl.where(row >= RANK, unit, tl.where(tl.max(tl.abs(wide)) > 0, gram, unit))
+    own = tl.sum(tl.where(row == column, gram, 0.0), axis=1)[:, None]
+    left = tl.where(own > 0, gram, unit)  # a direction that is zero gets no coefficients
     right = unit
     for pivot in range(RANK):
         here = row == pivot

@@ -74,12 +74,18 @@ def choose_kernel(
 
 
 def choose_layer(
-    frame: codebook.Frame, group_size: int, sensitivity: Tensor | None, first_ranks: int, second_ranks: int
+    frame: codebook.Frame,
+    found: Tensor,
+    group_size: int,
+    sensitivity: Tensor | None,
+    first_ranks: int,
+    second_ranks: int,
 ) -> tuple[Pair, Tensor]:
     """Choose for all streams, among ``first_ranks`` centroids for the first tensor and ``second_ranks`` for the other.
 
     Args:
         frame: A refined codebook.
+        found: uint8 ``[S, N, ranks]``, its nearest centroids.
         group_size: Channels per quantization group.
         sensitivity: FP32 ``[S, D]``; None only where there is one candidate.
         first_ranks, second_ranks: Candidates.
@@ -88,7 +94,6 @@ def choose_layer(
         uint8 ``[streams of a tensor, N]`` indices of each tensor and FP32 ``[S, pieces]``, the largest ranges that are left.
     """
     layer, launch = frame.layer, LAUNCHES["choose_centroids"]
-    found = codebook.rank(frame, first_ranks, second_ranks)
     per_piece, pieces = layer.split(launch)
     weights = frame.offset if sensitivity is None else sensitivity  # nothing is weighed, but memory must be there
     index, largest = layer.pair(layer.tokens, dtype=torch.uint8), layer.empty(pieces, dtype=torch.float32)
@@ -134,5 +139,5 @@ def choose(
     with on_device(keys, "keys"):
         frame = codebook.framed(keys, centroids, metric)
         weights = sensitivity.to(torch.float32).reshape(frame.layer.streams, -1).contiguous()
-        index, _ = choose_layer(frame, group_size, weights, count, count)
+        index, _ = choose_layer(frame, codebook.rank(frame, count, count), group_size, weights, count, count)
     return index[0].view(choice_shape(keys.shape))

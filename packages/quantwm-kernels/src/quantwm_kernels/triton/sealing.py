@@ -1,4 +1,13 @@
-"""Sealing the tensors of a layer on a GPU: keys and values share every launch where they can, and nothing is waited for."""
+"""Sealing the tensors of a layer on a GPU: keys and values share every launch where they can, and nothing is waited for.
+
+Launches of ``quantwm`` do not grow with streams: seven, three a round of k-means, and three more for PSAC. Beside the unit
+and what is stored of it, ``S`` streams of ``N`` tokens need while they are sealed, in bytes::
+
+    8 S C D                     codebooks, FP32 and their weighted copies in two parts of BF16
+    4 S C D * pieces            sums of a round; pieces = programs that the device runs at once / programs of a piece
+    S N (m + 1)                 m candidates of every token, and the nearest of a round
+    2 S N r + 2 S r N / tile    FP32 coefficients of the keys, half of the streams, and their peaks
+"""
 
 from __future__ import annotations
 
@@ -112,7 +121,7 @@ def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) 
     frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None, status[Status.MAGNITUDE])
     codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations)
     ranks = min(method.candidates, rows) if keys else 1
-    index, largest = qsac.choose_layer(frame, group, weights, ranks, 1)
+    index, largest = qsac.choose_layer(frame, codebook.rank(frame, ranks, 1), group, weights, ranks, 1)
     along = None
     if known is not None and method.rank:
         basis, energies = statistics.principal_basis(known.mean, method.rank)
@@ -172,7 +181,7 @@ def _qvg(jobs: Sequence[Asked], status: Tensor) -> list[Arrays]:
         suffix = f"_{stage + 1}" if stage else ""
         frame = codebook.begin(layer, rows, None, None, None if stage else status[Status.MAGNITUDE])
         codebook.refine(frame, method.iterations)
-        index, largest = qsac.choose_layer(frame, group, None, 1, 1)
+        index, largest = qsac.choose_layer(frame, codebook.rank(frame, 1, 1), group, None, 1, 1)
         named |= {f"index{suffix}": index, f"centroids{suffix}": frame.stored}
         residual = Residual(index, frame.stored)
         if stage + 1 < method.stages:

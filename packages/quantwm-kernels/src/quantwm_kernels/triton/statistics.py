@@ -17,6 +17,8 @@ from quantwm_kernels.launch import LAUNCHES, on_device, processors
 from quantwm_kernels.statistics import QueryMoment, basis_shapes, moment_shape
 from quantwm_kernels.triton.arithmetic import magnitude_bits, product
 from quantwm_kernels.triton.domain import to_bf16
+from quantwm_kernels.triton.layer import padded
+from quantwm_kernels.triton.principal import principal_kernel
 
 
 @triton.jit(do_not_specialize=["tokens", "per_piece", "share"])
@@ -165,22 +167,37 @@ def normalised(mean: Tensor) -> Tensor:
 
 
 def principal_basis(mean: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The ``rank`` eigenvectors of ``M`` with the largest eigenvalues; see
-    :func:`quantwm_kernels.statistics.principal_basis`.
-    """  # noqa: D205 - one sentence
+    """Principal directions of ``M``; see :func:`quantwm_kernels.statistics.principal_basis`. Nothing is waited for.
+
+    A direction without energy, in which no query ever pointed, is zero, and so are all of a moment that is no number.
+
+    Args:
+        mean: FP32 ``[*streams, D, D]``, symmetric.
+        rank: Directions, 1 to ``D``.
+
+    Raises:
+        ParameterError: ``rank`` is out of range.
+        DeviceError: No kernel runs where the moment lives.
+    """
     channels = mean.shape[-1]
     if not 1 <= rank <= channels:
         raise ParameterError(f"rank {rank}: need 1 to {channels}, the head dimension")
-    # A power of two keeps squares of eigenvalues finite, and a moment that is no number must not stop the solver.
-    scale = mean.abs().amax(dim=(-2, -1), keepdim=True)
-    known = torch.isfinite(scale) & (scale > 0)
-    exponent = torch.frexp(torch.where(known, scale, 1.0)).exponent
-    normal = torch.ldexp(torch.where(known, mean, 0.0), -exponent)
-    values, vectors = torch.linalg.eigh(normal)
-    vectors = vectors.flip(-1)[..., :rank]
-    peak = vectors.abs().argmax(dim=-2, keepdim=True)
-    vectors = vectors * torch.where(vectors.gather(-2, peak) < 0, -1.0, 1.0)
-    energies = torch.ldexp(values.flip(-1)[..., :rank].clamp(min=0), exponent[..., 0])
     shapes = basis_shapes(mean.shape, rank)
-    basis = torch.where(known, vectors, 0.0).to(torch.bfloat16)
-    return basis.contiguous().view(shapes[0]), energies.clamp(max=torch.finfo(torch.float32).max).view(shapes[1])
+    basis = torch.empty(shapes[0], dtype=torch.bfloat16, device=mean.device)
+    energies = torch.empty(shapes[1], dtype=torch.float32, device=mean.device)
+    streams, wide = energies.numel() // rank, padded(channels)
+    width = min(wide, padded(2 * rank))
+    block = torch.empty((streams, wide, width), dtype=torch.float32, device=mean.device)
+    with on_device(mean, "query moment"):
+        principal_kernel[streams,](
+            mean.contiguous(),
+            block,
+            basis,
+            energies,
+            channels,
+            rank,
+            wide,
+            width,
+            **LAUNCHES["principal_basis"].options,
+        )
+    return basis, energies

@@ -1,8 +1,10 @@
 """Adapters to hosts: a file of this folder is an adapter, and its name is the adapter's public name.
 
 Such a file defines two functions, ``matches(pipeline) -> bool`` and ``attach(pipeline, make_cache) -> undo``. It
-imports nothing of a host: what it needs it takes from the live object. Another distribution adds an adapter through the
-entry point group ``quantwm.adapters``, whose value is a module or an object with these two.
+imports nothing of a host: what it needs it takes from the live object. One with options is a frozen dataclass with these
+two as methods, of which the file's functions are those without options: ``attach(..., adapter=CausalForcing(frames=24))``.
+Another distribution adds an adapter through the entry point group ``quantwm.adapters``, whose value is a module or an
+object with these two.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from quantwm_models.errors import HostError
-from quantwm_models.rolling_dict import MakeCache, RollingDict, hook, module_of
+from quantwm_models.patching import module_of
+from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
 
 
 def matches(pipeline: object) -> bool:
@@ -31,6 +32,6 @@ def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
         raise HostError(f"{type(pipeline).__qualname__}: need .model, .config.frame_tokens and .sink_frames") from error
     del sink_frames  # read again at each allocation, since a user may set it in between
     return hook(
-        RollingDict(pipeline, [module], sink=lambda: int(pipeline.sink_frames) * frame_tokens),
+        RollingDict(pipeline, [module], sink=lambda _: int(pipeline.sink_frames) * frame_tokens),
         make_cache,
     )

@@ -1,0 +1,144 @@
+"""Principal directions of symmetric matrices: subspace iteration and one Rayleigh-Ritz step, a program per matrix.
+
+A library's eigensolver finds all directions and makes the host wait to hear whether it converged. A few of them come
+cheaper: a block of ``WIDTH`` columns, at least twice as many as are asked for, is multiplied by the matrix and made
+orthonormal over and over; what is left is a small symmetric matrix, which rotations make diagonal (Jacobi), all pairs
+``i, i ^ m`` of a round at once. The wanted subspace improves in each round by the ratio of the first eigenvalue outside of
+the block to the last one wanted.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quantwm_kernels.triton.arithmetic import frexp_exponent, magnitude_bits, scaled
+from quantwm_kernels.triton.domain import to_bf16
+
+INFINITE_BITS: tl.constexpr = tl.constexpr(0x7F800000)
+# Lengthens a column by so much of itself, so that columns that hardly differ can be told apart by division.
+RELATIVE_SHIFT: tl.constexpr = tl.constexpr(1e-6)
+# A pair whose products differ by more is not rotated; the square of this is finite.
+STEEP: tl.constexpr = tl.constexpr(1e15)
+# Directions with less than this share of the largest eigenvalue are noise of FP32.
+NEGLIGIBLE: tl.constexpr = tl.constexpr(1e-6)
+
+
+@triton.jit
+def multiplied(matrix, block, usable, shift, CHANNELS: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr,
+               BLOCK_K: tl.constexpr):  # fmt: skip
+    """``M V 2**-shift`` of a matrix and a block ``[BLOCK_D, WIDTH]`` in memory."""
+    channel, column = tl.arange(0, BLOCK_D), tl.arange(0, WIDTH)
+    total = tl.zeros((BLOCK_D, WIDTH), tl.float32)
+    for start in range(0, BLOCK_D, BLOCK_K):
+        other = start + tl.arange(0, BLOCK_K)
+        inside = (channel[:, None] < CHANNELS) & (other[None, :] < CHANNELS) & usable
+        number = tl.load(matrix + channel[:, None] * CHANNELS + other[None, :], mask=inside, other=0.0)
+        factor = tl.load(block + other[:, None] * WIDTH + column[None, :])
+        total += tl.dot(scaled(number, -shift), factor, input_precision="tf32x3")
+    return total
+
+
+@triton.jit
+def orthonormal(block, WIDTH: tl.constexpr):
+    """Columns that span what those of ``block`` do, in order: ``G = L D L^T`` of their products, ``V L^-T D^-1/2``."""
+    row, column = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
+    gram = tl.dot(tl.trans(block), block, input_precision="tf32x3")
+    gram = tl.where(row == column, gram * (1 + RELATIVE_SHIFT), gram)
+    inverse = tl.where(row == column, 1.0, 0.0)
+    for pivot in range(WIDTH):
+        here = row == pivot
+        own = tl.sum(tl.where(here, gram, 0.0), axis=0)[None, :]
+        head = tl.sum(tl.where(column == pivot, own, 0.0), axis=1)[:, None]
+        factor = tl.sum(tl.where(column == pivot, gram, 0.0), axis=1)[:, None]
+        factor = tl.where((row > pivot) & (head > 0), factor / tl.where(head > 0, head, 1.0), 0.0)
+        gram -= factor * own
+        inverse -= factor * tl.sum(tl.where(here, inverse, 0.0), axis=0)[None, :]
+    size = tl.sum(tl.where(row == column, gram, 0.0), axis=0)[None, :]
+    length = tl.where(size > 0, 1.0 / tl.sqrt(tl.where(size > 0, size, 1.0)), 0.0)
+    return tl.dot(block, tl.trans(inverse) * length, input_precision="tf32x3")
+
+
+@triton.jit
+def rotated(small, turn, mask, WIDTH: tl.constexpr):
+    """One round of Jacobi on a symmetric matrix: rotate every pair ``i, i ^ mask`` so that its product vanishes."""
+    row, column = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
+    partner = column ^ mask
+    diagonal = tl.sum(tl.where(row == column, small, 0.0), axis=1)[:, None]
+    mine = tl.sum(tl.where(row == column, small, 0.0), axis=0)[None, :]
+    theirs = tl.sum(tl.where(row == partner, diagonal, 0.0), axis=0)[None, :]
+    between = tl.sum(tl.where(row == partner, small, 0.0), axis=0)[None, :]
+    some = between != 0
+    ratio = tl.clamp((theirs - mine) / tl.where(some, 2 * between, 1.0), -STEEP, STEEP)
+    sign = tl.where(ratio > 0, 1.0, tl.where(ratio < 0, -1.0, tl.where(column < partner, 1.0, -1.0)))
+    tangent = sign / (tl.abs(ratio) + tl.sqrt(1 + ratio * ratio))
+    tangent = tl.where(some, tangent, 0.0)
+    cosine = 1.0 / tl.sqrt(1 + tangent * tangent)
+    sine = tangent * cosine
+    across = partner + tl.zeros((WIDTH, WIDTH), tl.int32)
+    small = cosine * small - sine * tl.gather(small, across, 1)
+    turn = cosine * turn - sine * tl.gather(turn, across, 1)
+    small = tl.trans(small)
+    small = cosine * small - sine * tl.gather(small, across, 1)
+    return small, turn
+
+
+@triton.jit
+def principal_kernel(
+    mean, block, basis, energies,
+    CHANNELS: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROUNDS: tl.constexpr, SWEEPS: tl.constexpr,
+):  # fmt: skip
+    """The ``RANK`` principal directions of a matrix, BF16, largest first, and their eigenvalues."""
+    stream = tl.program_id(0).to(tl.int64)
+    matrix, scratch = mean + stream * CHANNELS * CHANNELS, block + stream * BLOCK_D * WIDTH
+    channel, column = tl.arange(0, BLOCK_D)[:, None], tl.arange(0, WIDTH)[None, :]
+    place = scratch + channel * WIDTH + column
+    bits = 0
+    for start in range(0, CHANNELS, BLOCK_K):
+        other = start + tl.arange(0, BLOCK_K)[None, :]
+        inside = (channel < CHANNELS) & (other < CHANNELS)
+        number = tl.load(matrix + channel * CHANNELS + other, mask=inside, other=0.0)
+        bits = tl.maximum(bits, tl.max(magnitude_bits(number)))
+    usable = (bits > 0) & (bits < INFINITE_BITS)
+    shift = tl.where(usable, frexp_exponent(bits), 0)
+    if WIDTH == BLOCK_D:
+        columns = tl.where(channel == column, 1.0, 0.0)
+    else:  # any block will do that is not at right angles to a direction; this one mixes the bits of its places
+        mixed = (channel * WIDTH + column + 1) * 73244475
+        mixed = ((mixed >> 15) ^ mixed) * 73244475
+        columns = tl.where(channel < CHANNELS, ((mixed >> 9) & 1023).to(tl.float32) / 1024 - 0.5, 0.0)
+        for _ in range(ROUNDS):
+            tl.store(place, columns)
+            tl.debug_barrier()
+            product = multiplied(matrix, scratch, usable, shift, CHANNELS, BLOCK_D, WIDTH, BLOCK_K)
+            columns = orthonormal(product, WIDTH)
+            tl.debug_barrier()
+    tl.store(place, columns)
+    tl.debug_barrier()
+    product = multiplied(matrix, scratch, usable, shift, CHANNELS, BLOCK_D, WIDTH, BLOCK_K)
+    small = tl.dot(tl.trans(columns), product, input_precision="tf32x3")
+    small = 0.5 * (small + tl.trans(small))
+    row = tl.arange(0, WIDTH)[:, None]
+    turn = tl.where(row == column, 1.0, 0.0)
+    for step in range(SWEEPS * (WIDTH - 1)):
+        small, turn = rotated(small, turn, step % (WIDTH - 1) + 1, WIDTH)
+    mine = tl.sum(tl.where(row == column, small, 0.0), axis=0)[None, :]
+    theirs = tl.sum(tl.where(row == column, small, 0.0), axis=1)[:, None]
+    ahead = (theirs > mine) | ((theirs == mine) & (row < column))
+    rank = tl.sum(ahead.to(tl.int32), axis=0)
+    chosen = tl.where(rank[:, None] == column, 1.0, 0.0)
+    turn = tl.dot(turn, chosen, input_precision="tf32x3")
+    energy = tl.maximum(tl.sum(chosen * theirs, axis=0), 0.0)
+    columns = tl.dot(columns, turn, input_precision="tf32x3")
+    length = tl.sqrt(tl.sum(columns * columns, axis=0))
+    peak = tl.max(tl.abs(columns), axis=0)
+    first = tl.min(tl.where(tl.abs(columns) == peak[None, :], channel, BLOCK_D), axis=0)
+    sign = tl.where(tl.sum(tl.where(channel == first[None, :], columns, 0.0), axis=0) < 0, -1.0, 1.0)
+    real = (energy > tl.max(energy) * NEGLIGIBLE) & (length > 0)
+    columns = tl.where(real[None, :], columns * (sign / tl.where(length > 0, length, 1.0))[None, :], 0.0)
+    inside = (channel < CHANNELS) & (column < RANK)
+    tl.store(basis + (stream * CHANNELS + channel) * RANK + column, to_bf16(columns), mask=inside)
+    direction = tl.arange(0, WIDTH)
+    largest = scaled(energy, shift)
+    tl.store(energies + stream * RANK + direction, largest, mask=direction < RANK)

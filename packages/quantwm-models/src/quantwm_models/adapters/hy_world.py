@@ -1,0 +1,206 @@
+"""``hy_world``: HY-World 1.5 (HY-WorldPlay), the 5B model on Wan (``WanPipeline``) and the 8B one on HunyuanVideo 1.5.
+
+Both make their whole cache anew before each chunk, and read it at every denoising step. Their attention runs twice, with
+keys after RoPE and after ProPE, by the camera: a token's two keys, and its two values, lie side by side in one stream of
+twice the channels, and a query of one kind is zero in the channels of the other, so that each kind weighs its own. The text
+cache of the 8B model stays the host's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantwm_core.errors import StateError
+from quantwm_models.attention_hook import Attention, Replacement, function_replaced
+from quantwm_models.cache import LayerCache
+from quantwm_models.compiling import uncompiled
+from quantwm_models.errors import HostError
+from quantwm_models.patching import module_of, named, restored
+from quantwm_models.rebuilt import Sealed, rebuild
+from quantwm_models.rolling_dict import MakeCache
+from quantwm_models.workspace import Workspace
+
+_CACHES = ("_kv_cache", "_kv_cache_neg")
+_VISION = "sequence_parallel_attention_vision"
+
+
+def matches(pipeline: object) -> bool:
+    """Whether an object is one of the two pipelines, or derived from one."""
+    return named(pipeline, "WanPipeline", "HunyuanVideo_1_5_Pipeline") and hasattr(pipeline, "init_kv_cache")
+
+
+def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
+    """Seal each layer's cache as soon as its block has made it, and learn from the queries that pass attention.
+
+    Raises:
+        HostError: The object lacks what the pipelines have.
+        StateError: It has a cache under it already.
+    """
+    transformer = getattr(pipeline, "transformer", None)
+    wan = hasattr(transformer, "blocks")
+    blocks = list(getattr(transformer, "blocks" if wan else "double_blocks", ()))
+    try:
+        module = module_of(blocks[0].attn1.processor if wan else blocks[0])
+    except (AttributeError, IndexError) as error:
+        raise HostError(
+            f"{type(pipeline).__qualname__}: need .transformer with .blocks of .attn1.processor or with .double_blocks: "
+            f"{error}"
+        ) from error
+    name = "sageattn" if wan else _VISION
+    if not callable(getattr(module, name, None)):
+        raise HostError(f"module {module.__name__}: need a function {name!r}, which is not there")
+    if any(isinstance(getattr(hook, "__self__", None), _Layer) for hook in blocks[0]._forward_pre_hooks.values()):  # noqa: SLF001  # torch shows its hooks nowhere else
+        raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
+    workspace = Workspace()
+    with ExitStack() as stack:
+        for each in _CACHES:
+            stack.enter_context(restored(pipeline, each))
+        function: Replacement = stack.enter_context(function_replaced(module, name, Attention if wan else _Vision))
+        for number, block in enumerate(blocks):
+
+            def make(branch: str, number: int = number) -> LayerCache:
+                return make_cache(number, branch=branch, workspace=workspace, rebuilt=True)
+
+            stack.enter_context(
+                _WanLayer(make, function).around(block) if wan else _Layer(make, function).around(block)
+            )
+        return stack.pop_all().close
+
+
+class _Layer:
+    """One layer of a model, and its caches by the prompt that they are for."""
+
+    def __init__(self, make: Callable[[str], LayerCache], function: Replacement) -> None:
+        self.make = make
+        self.function = function
+        self.prompts: list[tuple[weakref.ref[Tensor], LayerCache]] = []
+
+    @contextmanager
+    def around(self, block: nn.Module) -> Iterator[None]:
+        """Know when the block runs."""
+        with ExitStack() as stack:
+            stack.callback(block.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(self.leave, with_kwargs=True, always_call=True).remove)
+            yield
+
+    def enter(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block begins."""
+        self.function.watching.append(self)
+
+    def leave(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """The block is done, or failed."""
+        self.function.watching.pop()
+
+    def cache(self, prompt: Tensor) -> LayerCache:
+        """The cache for a prompt, known by its text cache, which lives as long as a video."""
+        for known, cache in self.prompts:
+            if known() is prompt:
+                return cache
+        others = [each for each in self.prompts if each[0]() is not None]
+        cache = self.make("uncond" if others else "cond")
+        self.prompts = [*others, (weakref.ref(prompt), cache)]
+        return cache
+
+
+class _WanLayer(_Layer):
+    """One layer of the 5B model; its block takes and returns the cache, past the compiler."""
+
+    def __init__(self, make: Callable[[str], LayerCache], function: Replacement) -> None:
+        super().__init__(make, function)
+        self.only = make("")
+        self.building = False
+        self.seen = False
+        self.asked: Tensor | None = None
+
+    def enter(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give the block tensors; one that makes a cache has no use for the one before."""
+        if len(args) < 6:
+            raise HostError(
+                f"{type(block).__qualname__}: need the cache and whether to make one as fifth and sixth argument"
+            )
+        entry, self.building = args[4], args[5]
+        self.seen, self.asked = False, None
+        self.function.watching.append(self.watch)
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("k"), Sealed):
+            if entry is not None and not self.building and entry.get("k") is None and self.only.tokens:
+                self.only.clear()  # the first chunk of another video
+            return None
+        given = {half: None if self.building else entry[half].tensor() for half in ("k", "v")}
+        return (*args[:4], given, *args[5:]), kwargs
+
+    def leave(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Take the cache that the block made."""
+        self.function.watching.pop()
+        asked, self.asked = self.asked, None
+        if output is None:
+            return None
+        hidden, made = output
+        if made:
+            made = dict(zip("kv", rebuild(self.only, made["k"], made["v"], None, [made["k"].shape[2]]), strict=True))
+        if asked is not None:
+            _ask(self.only, *asked.chunk(2))
+        return hidden, made
+
+    def watch(self, queries: Tensor) -> None:
+        """Queries ``[2 B, H, N, D]`` of the block's first attention; the second is on the prompt."""
+        if self.seen:
+            return
+        self.seen = True
+        if self.building:
+            self.asked = queries  # they count once the cache that they helped to make is sealed
+        else:
+            _ask(self.only, *queries.chunk(2))
+
+
+class _Vision(Replacement):
+    """Attention of the 8B model to what is seen: it takes the cache, and returns it where it is made."""
+
+    @uncompiled
+    def __call__(
+        self, q: Any, k: Any, v: Any, block_idx: int = 0, kv_cache: Any = None, cache_vision: bool = False
+    ) -> Any:
+        """Attend; queries, keys and values are pairs ``[B, N, H, D]`` after RoPE and after ProPE."""
+        layer: _Layer | None = self.watcher
+        if layer is None:
+            return self.original(q, k, v, block_idx=block_idx, kv_cache=kv_cache, cache_vision=cache_vision)
+        entry = dict(kv_cache[block_idx])
+        cache = layer.cache(entry["k_txt"])
+        for half in ("k_vision", "v_vision"):
+            if isinstance(entry[half], Sealed):
+                entry[half] = None if cache_vision else _stacked(entry[half].tensor())
+        hidden, projected, made = self.original(
+            q, k, v, block_idx=block_idx, kv_cache={block_idx: entry}, cache_vision=cache_vision
+        )
+        if made:
+            keys, values = (_side_by_side(made[half]) for half in ("k_vision", "v_vision"))
+            made = dict(zip(made, rebuild(cache, keys, values, None, [keys.shape[2]]), strict=True))
+        _ask(cache, *(each.transpose(1, 2) for each in q))
+        return hidden, projected, made
+
+
+def _ask(cache: LayerCache, roped: Tensor, projected: Tensor) -> None:
+    """Tell a cache of queries ``[B, H, N, D]`` of the two kinds."""
+    if cache.tokens and cache.chunks and cache.chunks[0].keys.shape[1] != roped.shape[1]:
+        raise HostError(
+            f"layer {cache.layer}: {roped.shape[1]} heads ask {cache.chunks[0].keys.shape[1]}; sequence parallelism of "
+            "this host is not served"
+        )
+    empty = torch.zeros_like(roped)
+    kinds = torch.cat([torch.cat([roped, empty], dim=-1), torch.cat([empty, projected], dim=-1)], dim=2)
+    (cache.observe if cache.tokens else cache.foresee)(kinds)
+
+
+def _side_by_side(stacked: Tensor) -> Tensor:
+    """``[2 B, H, N, D]`` as ``[B, H, N, 2 D]``."""
+    return torch.cat(stacked.chunk(2), dim=-1)
+
+
+def _stacked(stream: Tensor) -> Tensor:
+    """``[B, H, N, 2 D]`` as ``[2 B, H, N, D]``."""
+    return torch.cat(stream.chunk(2, dim=-1))

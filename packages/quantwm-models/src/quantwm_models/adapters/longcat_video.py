@@ -1,0 +1,166 @@
+"""``longcat_video``: LongCat-Video (``LongCatVideoPipeline``), or its transformer alone.
+
+A segment's conditioning history is built in one pass and read at every denoising step. Keys are cached before RoPE and
+rotated on each read, at positions that stay the same: the moment of the rotated queries is turned back to them, unit by
+unit. Within the first segment a history is sealed in several units, so that the later ones know the queries of the earlier;
+from then on the statistics of the segments before serve, and a history is one unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantwm_core.errors import ParameterError, StateError
+from quantwm_models.cache import LayerCache
+from quantwm_models.errors import HostError
+from quantwm_models.patching import named, replaced, restored
+from quantwm_models.rebuilt import Sealed, rebuild
+from quantwm_models.rolling_dict import MakeCache
+from quantwm_models.rotary import before_rotation, turned
+from quantwm_models.workspace import Workspace
+
+_ATTEND = "_process_attn"
+
+
+@dataclass(frozen=True)
+class LongCatVideo:
+    """The adapter, with its option.
+
+    Attributes:
+        first_units: Units of whole latent frames that the first segment's history is sealed in.
+
+    >>> LongCatVideo(first_units=4).matches(object())
+    False
+    """
+
+    first_units: int = 2
+
+    def matches(self, pipeline: object) -> bool:
+        """Whether an object is the pipeline or its transformer, or derived from one."""
+        return named(pipeline, "LongCatVideoPipeline", "LongCatVideoTransformer3DModel")
+
+    def attach(self, pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
+        """Seal each layer's history as soon as its block has made it, and learn from the queries that pass attention.
+
+        Raises:
+            HostError: The object lacks what the transformer has.
+            StateError: It has a cache under it already.
+            ParameterError: ``first_units`` is not positive.
+        """
+        if self.first_units < 1:
+            raise ParameterError(f"first_units={self.first_units}: need at least 1")
+        try:
+            blocks = list(getattr(pipeline, "dit", pipeline).blocks)
+            attentions = [(block.attn, block.attn.rope_3d.freqs_dict, getattr(block.attn, _ATTEND)) for block in blocks]
+        except AttributeError as error:
+            raise HostError(
+                f"{type(pipeline).__qualname__}: need .blocks of .attn with .{_ATTEND} and .rope_3d.freqs_dict: {error}"
+            ) from error
+        if any(isinstance(process, _Layer) for _, _, process in attentions):
+            raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
+        workspace = Workspace()
+        with ExitStack() as stack:
+            stack.enter_context(restored(pipeline, "kv_cache_dict"))
+            for number, (block, (attention, frequencies, process)) in enumerate(zip(blocks, attentions, strict=True)):
+                cache = make_cache(number, workspace=workspace, rebuilt=True)
+                layer = _Layer(cache, process, frequencies, self.first_units)
+                stack.enter_context(replaced(attention, _ATTEND, layer))
+                stack.enter_context(_followed(block, layer))
+            return stack.pop_all().close
+
+
+class _Layer:
+    """One layer: its attention function, what it was asked, and its cache."""
+
+    def __init__(
+        self, cache: LayerCache, attend: Callable[..., Any], frequencies: Mapping[Any, Tensor], first_units: int
+    ) -> None:
+        self.cache = cache
+        self.attend = attend
+        self.frequencies = frequencies
+        self.first_units = first_units
+        self.reading = False
+        self.batch = 1
+        self.passed: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shape: Any) -> Any:
+        """Attend as the host does: rotated queries and keys ``[B, H, N, D]``."""
+        result = self.attend(q, k, v, shape)
+        if self.reading:
+            self.cache.observe(_pooled(q, self.batch))
+        else:
+            self.passed = (q, k)
+        return result
+
+    def build(self, keys: Tensor, values: Tensor, shape: Any) -> tuple[Sealed, Sealed]:
+        """Seal a history of ``shape`` (frames, height, width), keys before rotation."""
+        frames, self.batch = int(shape[0]), keys.shape[0]
+        if not self.cache.scheme.uses_queries or self.passed is None:
+            return rebuild(self.cache, keys, values, None, [keys.shape[2]])
+        queries, rotated = self.passed
+        angles = self._angles(tuple(shape), keys, rotated)
+        self.cache.key_frame = lambda moment, span: before_rotation(moment, angles[slice(*span)])
+        known = self.cache.queries.folded().past is not None
+        tokens = [keys.shape[2] // frames * part for part in _shares(frames, 1 if known else self.first_units)]
+        return rebuild(self.cache, keys, values, queries, tokens)
+
+    def _angles(self, shape: tuple[int, ...], keys: Tensor, rotated: Tensor) -> Tensor:
+        """Angles of rotation, ``[N, D / 2]``, and the assurance that they are what the host rotates by."""
+        if shape not in self.frequencies:
+            raise HostError(f"layer {self.cache.layer}: rope_3d.freqs_dict has no entry for the grid {shape}")
+        angles = self.frequencies[shape].to(keys.device).float()[:, ::2]
+        ours, theirs = turned(keys[:, :, -1:], angles[-1:]), rotated[:, :, -1:].float()
+        if ours.shape != theirs.shape or not torch.allclose(
+            ours, theirs, rtol=0.02, atol=0.02 * float(ours.abs().max())
+        ):
+            raise HostError(
+                f"layer {self.cache.layer}: the host rotates keys in another way than by neighbouring channels and "
+                "rope_3d.freqs_dict"
+            )
+        return angles
+
+
+@contextmanager
+def _followed(block: Any, layer: _Layer) -> Iterator[None]:
+    """Know what a block is about to do, and take the history that it made."""
+
+    def before(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        pairs = (each for each in (*args, *kwargs.values()) if isinstance(each, tuple) and each)
+        layer.reading, layer.passed = any(isinstance(pair[0], Sealed) for pair in pairs), None
+
+    def after(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+        try:
+            if not (isinstance(output, tuple) and isinstance(output[1], tuple)):
+                return output
+            keys, values = output[1]
+            return output[0], layer.build(keys, values, kwargs["latent_shape"] if "latent_shape" in kwargs else args[4])
+        finally:
+            layer.reading, layer.passed = False, None
+
+    with ExitStack() as stack:
+        stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+        stack.callback(block.register_forward_hook(after, with_kwargs=True).remove)
+        yield
+
+
+def _pooled(queries: Tensor, batch: int) -> Tensor:
+    """Queries of prompts that share a history of ``batch`` videos, side by side along the tokens."""
+    if queries.shape[0] == batch:
+        return queries
+    return queries.unflatten(0, (-1, batch)).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _shares(frames: int, units: int) -> list[int]:
+    """Frames of each unit, as equal as can be."""
+    count = min(units, frames)
+    return [frames // count + (unit < frames % count) for unit in range(count)]
+
+
+matches = LongCatVideo().matches
+attach = LongCatVideo().attach

@@ -1,0 +1,299 @@
+"""``hy_world`` under the classes of a checkout: github.com/Tencent-Hunyuan/HY-WorldPlay.
+
+Run with ``nox -s hosts -- --checkout hy_world=PATH``. The 5B model has 880 tokens a frame written into it.
+"""
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from quantwm_core.errors import StateError
+from quantwm_models import adapters, attach
+from quantwm_models.errors import HostError
+from tests.hosts.checkout import checkouts, importing
+from tests.hosts.live import Live, footprint, prove, randomise, refuses_others
+from tests.models.chunks import bits
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the host has its own
+
+LAYERS, HEADS, CHANNELS, CHUNK, TEXT = 2, 2, 16, 4, 24
+WIDTH = 2 * 2 * HEADS * 2 * CHANNELS  # BF16 bytes of a token's keys and values, each of two kinds
+WAN_FRAME = 880
+
+Load = Callable[[str], Any]
+
+
+def heads_first(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+    """Dense attention on ``[B, heads, tokens, head_dim]``, in the place of a kernel that a CPU does not have."""
+    return scaled_dot_product_attention(q, k, v)
+
+
+@pytest.fixture(scope="module")
+def root(request: pytest.FixtureRequest) -> Any:
+    found = checkouts(request.config).get("hy_world")
+    if found is None:
+        pytest.skip("no checkout hy_world was named")
+    pytest.importorskip("diffusers")
+    return found
+
+
+@pytest.fixture
+def load_wan(root: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    for name in ("range_push", "range_pop"):
+        monkeypatch.setattr(torch.cuda.nvtx, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch, "compile", lambda function=None, **_: function or (lambda each: each))
+    alone = {"get_sp_world_size": lambda: 1, "get_sp_parallel_rank": lambda: 0, "get_sp_parallel_local_rank": lambda: 0}
+    stubs: dict[str, dict[str, object]] = {
+        "sageattention": {"sageattn": heads_first},
+        "distributed": {},
+        "distributed.communication_op": dict.fromkeys(("all_to_all_sp", "sequence_model_parallel_all_gather")),
+        "distributed.parallel_state": dict(alone),
+        "models.par_vae.tools": dict.fromkeys(("distribute_data_to_gpus", "gather_results")),
+        "hyvideo": {"__path__": [str(root / "hyvideo")]},
+    }
+    with importing(root / "wan", stubs=stubs, bare=("inference", "models")) as load:
+        monkeypatch.setenv("WORLD_SIZE", "0")
+        yield load
+
+
+def wan_pipeline(load: Load) -> Any:
+    """The 5B pipeline around a tiny model, with stand-ins for text encoder and VAE."""
+    model = load("models.dits.arwan_w_action_w_mem_relative_rope").WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=HEADS,
+        attention_head_dim=CHANNELS,
+        in_channels=4,
+        out_channels=4,
+        text_dim=TEXT,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=LAYERS,
+        rope_max_seq_len=64,
+    )
+    model.add_discrete_action_parameters()
+    randomise(model)
+    kind = load("inference.pipeline_wan_w_mem_relative_rope").WanPipeline
+    # The host's base class asks parts for their device that are not here.
+    place = torch.device("cpu")
+    pipeline: Any = object.__new__(type("Placed", (kind,), {"_execution_device": place, "device": place}))
+    scheduler = load("diffusers").FlowMatchEulerDiscreteScheduler()
+    vars(pipeline).update(
+        transformer=model.eval().requires_grad_(False).to(torch.bfloat16),
+        transformer_2=None,
+        scheduler=scheduler,
+        vae=None,
+        vae_scale_factor_temporal=4,
+        vae_scale_factor_spatial=16,
+        parallel_run=False,
+        par_vae_decode=False,
+        video_processor=None,
+        init_decode_state=lambda *_: None,
+        encode_prompt=prompted,
+        check_inputs=lambda *_: None,
+    )
+    pipeline.register_to_config(boundary_ratio=None)
+    return pipeline
+
+
+def prompted(**_: object) -> tuple[Tensor, None]:
+    """A prompt."""
+    return torch.randn(1, 8, TEXT, generator=torch.Generator().manual_seed(7)), None
+
+
+def cameras(frames: int) -> tuple[Tensor, Tensor, Tensor]:
+    """View matrices, intrinsics and actions of a camera that moves and turns."""
+    views = torch.eye(4).repeat(1, frames, 1, 1)
+    turn = 0.1 * torch.arange(frames)
+    views[0, :, 0, 0], views[0, :, 0, 2] = turn.cos(), turn.sin()
+    views[0, :, 2, 0], views[0, :, 2, 2] = -turn.sin(), turn.cos()
+    views[0, :, 2, 3] = 0.2 * torch.arange(frames)
+    intrinsics = torch.tensor([[0.5, 0, 0.5], [0, 0.9, 0.5], [0, 0, 1]]).repeat(1, frames, 1, 1)
+    return views, intrinsics, torch.arange(frames)[None] % 5
+
+
+def lived_wan(load: Load, window: int = 16) -> Live:
+    pipeline = wan_pipeline(load)
+
+    def video(seed: int, chunks: int) -> Tensor:
+        views, intrinsics, actions = cameras(CHUNK * chunks)
+        generator = torch.Generator().manual_seed(seed)
+        latents = torch.randn(1, 4, CHUNK * chunks, 44, 80, generator=generator)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            for number in range(chunks):
+                place = slice(CHUNK * number, CHUNK * (number + 1))
+                pipeline(
+                    prompt="a valley",
+                    guidance_scale=1.0,
+                    num_frames=4 * CHUNK * chunks - 3,
+                    latents=latents,
+                    output_type="latent",
+                    use_memory=True,
+                    context_window_length=window,
+                    first_chunk_size=CHUNK,
+                    chunk_i=number,
+                    viewmats=views[:, place],
+                    Ks=intrinsics[:, place],
+                    action=actions[:, place],
+                    few_step=True,
+                )
+        made: Tensor = pipeline.ctx["latents"].clone()
+        return made
+
+    own = ("ctx", "points_local", "use_kv_cache", "_decode_state", "_progress_bar_config", "_num_timesteps")
+    settings = ("_guidance_scale", "_guidance_scale_2", "_attention_kwargs", "_current_timestep", "_interrupt")
+    return Live(pipeline, (load("models.dits.arwan_w_action_w_mem_relative_rope"),), video, (*own, *settings))
+
+
+@pytest.fixture
+def load_hunyuan(root: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    stubs: dict[str, dict[str, object]] = {
+        "loguru": {"logger": logging.getLogger("hyvideo")},
+        "torchvision": {},
+        "torchvision.transforms": {},
+        "hyvideo": {"__path__": [str(root / "hyvideo")]},
+        "hyvideo.models.text_encoders": dict.fromkeys(("PROMPT_TEMPLATE", "TextEncoder")),
+        "hyvideo.models.text_encoders.byT5": dict.fromkeys(("ByT5Mapper", "load_glyph_byT5_v2")),
+        "hyvideo.models.text_encoders.byT5.format_prompt": {"MultilingualPromptFormat": None},
+        "hyvideo.models.vision_encoder": {"VisionEncoder": None},
+    }
+    # They ask for torchvision when they are first used, and must not find the stub.
+    for lazy in ("models.autoencoders.autoencoder_kl", "pipelines.pipeline_utils", "image_processor"):
+        importlib.import_module(f"diffusers.{lazy}")
+    with importing(root, stubs=stubs, bare=("hyvideo.pipelines",)) as load:
+        alone = SimpleNamespace(sp_enabled=False, sp=1, sp_rank=0)
+        vars(load("hyvideo.commons.parallel_states"))["__parallel_dims"] = alone
+        state = load("hyvideo.commons.infer_state")
+        vars(state)["__infer_state"] = state.InferState()
+        yield load
+
+
+HUNYUAN_FRAME = 16  # tokens of a latent frame of 4 x 4
+
+
+def hunyuan_pipeline(load: Load, *, guided: bool) -> Any:
+    """The 8B pipeline around a tiny model, past the encoders."""
+    model = load("hyvideo.models.transformers.worldplay_1_5_transformer").HunyuanVideo_1_5_DiffusionTransformer(
+        patch_size=[1, 1, 1],
+        in_channels=4,
+        hidden_size=HEADS * CHANNELS,
+        heads_num=HEADS,
+        mlp_width_ratio=1.0,
+        mm_double_blocks_depth=LAYERS,
+        mm_single_blocks_depth=0,
+        rope_dim_list=[4, 6, 6],
+        text_states_dim=TEXT,
+        attn_mode="torch",
+        vision_projection="linear",
+        vision_states_dim=TEXT,
+    )
+    model.add_action_parameters()
+    randomise(model)
+    kind = load("hyvideo.pipelines.worldplay_video_pipeline").HunyuanVideo_1_5_Pipeline
+    settings = {"do_classifier_free_guidance": guided, "guidance_scale": 3.0, "progress_bar": quiet}
+    pipeline: Any = object.__new__(type("Settled", (kind,), settings))
+    vars(pipeline).update(
+        transformer=model.eval().requires_grad_(False).to(torch.bfloat16),
+        scheduler=load("hyvideo.schedulers.scheduling_flow_match_discrete").FlowMatchDiscreteScheduler(),
+        target_dtype=torch.bfloat16,
+        autocast_enabled=False,
+        enable_offloading=False,
+        execution_device=torch.device("cpu"),
+        chunk_latent_frames=CHUNK,
+        num_inference_steps=2,
+        num_warmup_steps=0,
+        points_local=load("hyvideo.utils.retrieval_context").generate_points_in_sphere(200, 8.0),
+    )
+    pipeline.register_to_config()
+    return pipeline
+
+
+@contextlib.contextmanager
+def quiet(self: Any, **_: object) -> Iterator[None]:
+    """No bar."""
+    yield
+
+
+def lived_hunyuan(load: Load, *, guided: bool) -> Live:
+    pipeline = hunyuan_pipeline(load, guided=guided)
+    prompts = 2 if guided else 1
+
+    def video(seed: int, chunks: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+        pipeline.chunk_num = chunks
+        pipeline.scheduler.set_timesteps(2, device="cpu")
+        views, intrinsics, actions = cameras(CHUNK * chunks)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):  # the host's own serves CUDA
+            latents: Tensor = pipeline.ar_rollout(
+                latents=draw(1, 4, CHUNK * chunks, 4, 4),
+                timesteps=pipeline.scheduler.timesteps,
+                prompt_embeds=draw(prompts, 8, TEXT),
+                prompt_mask=torch.ones(prompts, 8, dtype=torch.int64),
+                vision_states=draw(prompts, 3, TEXT),
+                cond_latents=draw(1, 5, CHUNK * chunks, 4, 4),
+                task_type="i2v",
+                extra_kwargs={"byt5_text_states": draw(prompts, 2, TEXT), "byt5_text_mask": torch.ones(prompts, 2)},
+                viewmats=views,
+                Ks=intrinsics,
+                action=actions,
+                device="cpu",
+            )
+        return latents
+
+    modules = ("models.transformers.worldplay_1_5_transformer", "models.transformers.modules.attention")
+    return Live(pipeline, tuple(load(f"hyvideo.{name}") for name in modules), video, ("chunk_num", "attn_param"))
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_hunyuan(load_hunyuan: Load, guided: bool) -> None:
+    attachment = prove(lambda: lived_hunyuan(load_hunyuan, guided=guided), (7, 3))
+    report = attachment.report()
+    assert report.tokens == report.sealed_tokens == (1 + guided) * LAYERS * 2 * CHUNK * HUNYUAN_FRAME
+    assert report.active_nbytes == 0
+    assert all("basis" in chunk.keys.arrays for cache in attachment.caches for chunk in cache.chunks)
+
+
+def test_a_pipeline_of_another_shape_is_refused_before_anything_changes(load_hunyuan: Load) -> None:
+    live = lived_hunyuan(load_hunyuan, guided=False)
+    assert adapters.find(live.pipeline) is adapters.get("hy_world")
+    refuses_others()
+    with attach(live.pipeline), pytest.raises(StateError, match="attached already"):
+        attach(live.pipeline)
+    del live.pipeline.transformer.double_blocks
+    before = footprint(live)
+    with pytest.raises(HostError, match=r"Settled: need \.transformer with \.blocks"):
+        attach(live.pipeline)
+    assert footprint(live) == before
+
+
+@pytest.mark.slow
+def test_wan(load_wan: Load) -> None:
+    attachment = prove(lambda: lived_wan(load_wan), (3, 2))
+    report = attachment.report()
+    assert report.tokens == report.sealed_tokens == LAYERS * CHUNK * WAN_FRAME
+    assert report.active_nbytes == 0
+    # The first chunk's queries weigh the first cache.
+    assert all("basis" in chunk.keys.arrays for cache in attachment.caches for chunk in cache.chunks)
+
+
+@pytest.mark.slow
+def test_wan_with_frames_that_are_retrieved_from_memory(load_wan: Load) -> None:
+    live = lived_wan(load_wan)
+    plain = bits(live.video(0, 6))
+    with attach(live.pipeline, "bf16") as attachment:
+        assert bits(live.video(0, 6)) == plain
+    # Twelve frames before the sixth chunk, and four from memory, of the twenty that there are.
+    assert attachment.report().tokens == LAYERS * 16 * WAN_FRAME

@@ -1,0 +1,160 @@
+"""The adapter of HY-World 1.5 under miniatures of its two pipelines."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantwm_core.errors import StateError
+from quantwm_models import CacheObserver, LayerCache, adapters, attach
+from quantwm_models.errors import HostError
+from tests.models import hy_world_host
+from tests.models.chunks import bits
+from tests.models.hy_world_host import CHANNELS, CHUNK, FRAME, HEADS, HunyuanVideo_1_5_Pipeline, WanPipeline
+
+FUNCTIONS = ("sageattn", "sequence_parallel_attention_vision")
+ORIGINALS = [vars(hy_world_host)[name] for name in FUNCTIONS]
+
+HOSTS: dict[str, Callable[[], Any]] = {
+    "5B": WanPipeline,
+    "8B": HunyuanVideo_1_5_Pipeline,
+    "8B, guided": lambda: HunyuanVideo_1_5_Pipeline(guided=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_patched() -> Iterator[None]:
+    yield
+    assert [vars(hy_world_host)[name] for name in FUNCTIONS] == ORIGINALS
+
+
+def blocks(host: Any) -> list[Any]:
+    transformer = host.transformer
+    return list(transformer.blocks if hasattr(transformer, "blocks") else transformer.double_blocks)
+
+
+def state(host: Any) -> dict[str, Any]:
+    hooks = [len(each._forward_pre_hooks) + len(each._forward_hooks) for each in blocks(host)]
+    return {"hooks": hooks, **{name: id(value) for name, value in vars(host).items()}}
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_bf16_is_bit_identical_and_leaves_no_trace(name: str) -> None:
+    expected = [bits(HOSTS[name]().video(seed, count)) for seed, count in ((0, 5), (1, 2))]
+    fresh, ran = HOSTS[name](), HOSTS[name]()
+    ran.video(7, 2)
+    for host in (fresh, ran):
+        before = state(host)
+        with attach(host, "bf16"):
+            assert [bits(host.video(seed, count)) for seed, count in ((0, 5), (1, 2))] == expected
+        assert state(host) == before
+        assert bits(host.video(0, 5)) == expected[0]
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_quantwm_seals_the_whole_cache_by_the_queries_before(name: str) -> None:
+    host = HOSTS[name]()
+    expected = host.video(0, 5)
+    with attach(host, "quantwm", iterations=2, chunks_per_seal=2) as attachment:
+        quantized = host.video(0, 5)
+    assert quantized.isfinite().all()
+    assert not torch.equal(quantized, expected)
+    report, branches = attachment.report(), 1 + getattr(host, "guided", False)
+    assert len(attachment.caches) == 2 * branches
+    assert report.tokens == report.sealed_tokens == 2 * branches * host.memory * FRAME
+    assert report.active_nbytes == 0
+    for cache in attachment.caches:
+        (chunk,) = cache.chunks
+        assert "basis" in chunk.keys.arrays
+        assert chunk.keys.shape == (1, HEADS, host.memory * FRAME, 2 * CHANNELS)
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_each_kind_of_query_weighs_its_own_channels(name: str) -> None:
+    host = HOSTS[name]()
+    with attach(host, "quantwm", iterations=2) as attachment:
+        host.video(0, 3)
+    past = attachment.caches[0].queries.folded().past
+    assert past is not None
+    assert not past.mean[..., :CHANNELS, CHANNELS:].any()
+    assert past.mean[..., :CHANNELS, :CHANNELS].any()
+    assert past.mean[..., CHANNELS:, CHANNELS:].any()
+    # Three chunks of two steps, two caches of one chunk and of two, each query of two kinds.
+    assert past.queries == 2 * FRAME * (3 * 2 * CHUNK + CHUNK + 2 * CHUNK)
+
+
+class Firsts(CacheObserver):
+    """Whether units were sealed with a basis."""
+
+    def __init__(self) -> None:
+        self.basis: list[bool] = []
+
+    def sealed(self, cache: LayerCache, chunk: Any, keys: Tensor, values: Tensor) -> None:
+        if cache.layer == 0:
+            self.basis.append("basis" in chunk.keys.arrays)
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_the_first_cache_of_each_video_knows_the_first_chunk(name: str) -> None:
+    host, firsts = HOSTS[name](), Firsts()
+    with attach(host, "quantwm", iterations=2, observers=[firsts]) as attachment:
+        host.video(0, 2)
+        host.video(1, 2)
+        again = attachment.caches[0].queries.folded().past
+        host.video(1, 2)
+        afresh = attachment.caches[0].queries.folded().past
+    assert all(firsts.basis)
+    # A video's statistics are its own.
+    assert again is not None
+    assert afresh is not None
+    assert (again.queries, bits(again.mean)) == (afresh.queries, bits(afresh.mean))
+
+
+def test_prompts_have_caches_of_their_own() -> None:
+    host = HunyuanVideo_1_5_Pipeline(guided=True, layers=1)
+    with attach(host, "rtn") as attachment:
+        host.video(0, 2)
+        host.video(1, 2)
+    assert list(attachment._caches) == [("cond", 0), ("uncond", 0)]
+
+
+def test_an_unattached_pipeline_of_the_same_module_is_left_alone() -> None:
+    for make in HOSTS.values():
+        host, other = make(), make()
+        expected = bits(other.video(0, 3))
+        with attach(host, "quantwm", iterations=2) as attachment:
+            host.video(0, 3)
+            known = attachment.caches[0].queries
+            assert bits(other.video(0, 3)) == expected
+            assert attachment.caches[0].queries is known
+
+
+def test_a_failing_host_is_usable_afterwards() -> None:
+    host = WanPipeline()
+    expected = bits(host.video(0, 3))
+    with attach(host, "bf16"):
+        host.fails = True
+        with pytest.raises(LookupError):
+            host.video(0, 3)
+        host.fails = False
+        assert bits(host.video(0, 3)) == expected
+
+
+def test_what_is_no_host_is_refused_before_anything_changes() -> None:
+    adapter = adapters.get("hy_world")
+    assert not adapter.matches(object())
+    assert not adapter.matches(type("WanPipeline", (), {})())
+    for make in HOSTS.values():
+        host = make()
+        assert adapters.find(host) is adapter
+        with attach(host), pytest.raises(StateError, match="attached already"):
+            attach(host)
+        before = state(host)
+        name = next(iter(host.transformer._modules))
+        setattr(host.transformer, name, torch.nn.ModuleList())
+        with pytest.raises(HostError, match=r"need \.transformer with \.blocks of"):
+            attach(host)
+        assert "hooks" in before
+        assert not any(each._forward_pre_hooks for each in blocks(host))

@@ -1,0 +1,166 @@
+"""The adapter of LongCat-Video under a miniature of its pipeline."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantwm_core.errors import ParameterError, StateError
+from quantwm_models import CacheObserver, LayerCache, adapters, attach
+from quantwm_models.adapters.longcat_video import LongCatVideo
+from quantwm_models.errors import HostError
+from quantwm_models.rebuilt import Sealed
+from quantwm_models.rotary import before_rotation
+from tests.models.chunks import bits
+from tests.models.longcat_host import CHANNELS, HEADS, TOKENS, LongCatVideoPipeline
+
+FRAMES, NBYTES = 4, 2 * 2 * HEADS * CHANNELS
+
+HOSTS: dict[str, Callable[[], LongCatVideoPipeline]] = {
+    "guided": LongCatVideoPipeline,
+    "not guided": lambda: LongCatVideoPipeline(guided=False),
+    "moved away": lambda: LongCatVideoPipeline(offload=True),
+}
+
+
+def state(host: LongCatVideoPipeline) -> dict[Any, Any]:
+    modules = list(host.dit.modules())
+    hooks = [len(each._forward_pre_hooks) + len(each._forward_hooks) for each in modules]
+    return {"hooks": hooks, **vars(host), "names": [sorted(vars(each)) for each in modules]}
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_bf16_is_bit_identical_and_leaves_no_trace(name: str) -> None:
+    expected = [bits(HOSTS[name]().video(seed, count)) for seed, count in ((0, 3), (1, 2))]
+    fresh, ran = HOSTS[name](), HOSTS[name]()
+    ran.video(5, 1)
+    for host in (fresh, ran):
+        before = state(host)
+        with attach(host, "bf16"):
+            assert [bits(host.video(seed, count)) for seed, count in ((0, 3), (1, 2))] == expected
+        assert state(host) == before
+        assert bits(host.video(0, 3)) == expected[0]
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_quantwm_seals_the_whole_history(name: str) -> None:
+    host = HOSTS[name]()
+    expected = host.video(0, 3)
+    with attach(host, "quantwm", iterations=2, chunks_per_seal=2) as attachment:
+        quantized = host.video(0, 3)
+    assert quantized.isfinite().all()
+    assert not torch.equal(quantized, expected)
+    report = attachment.report()
+    assert report.tokens == report.sealed_tokens == 2 * FRAMES * TOKENS
+    assert report.active_nbytes == 0
+    assert report.workspace_nbytes == NBYTES * FRAMES * TOKENS
+    assert report.chunks_sealed == 2
+
+
+@pytest.mark.parametrize(("units", "frames"), [(1, [4]), (2, [2, 2]), (3, [2, 1, 1]), (9, [1] * 4)])
+def test_statistics_serve_from_the_second_unit_of_the_first_segment(units: int, frames: list[int]) -> None:
+    host, seen = LongCatVideoPipeline(layers=1), []
+    with attach(host, "quantwm", adapter=LongCatVideo(units), iterations=2) as attachment:
+        for segment in range(2):
+            host.video(segment, 1)
+            seen.append([(chunk.tokens, "basis" in chunk.keys.arrays) for chunk in attachment.caches[0].chunks])
+    assert seen[0] == [(TOKENS * count, number > 0) for number, count in enumerate(frames)]
+    assert seen[1] == [(FRAMES * TOKENS, True)]
+
+
+def test_every_query_counts_once() -> None:
+    host = LongCatVideoPipeline(layers=1)
+    with attach(host, "quantwm", iterations=2) as attachment:
+        host.video(0, 3)
+    past = attachment.caches[0].queries.folded().past
+    assert past is not None
+    # A history, then two steps of two prompts, thrice.
+    assert past.queries == 3 * FRAMES * TOKENS * (1 + 2 * 2)
+
+
+class Frames(CacheObserver):
+    """Keeps what a unit was sealed from."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+    def sealed(self, cache: LayerCache, chunk: Any, keys: Tensor, values: Tensor) -> None:
+        self.keys.append(keys.clone())
+
+
+def test_keys_are_weighed_before_their_rotation() -> None:
+    host: Any = LongCatVideoPipeline(layers=1)
+    frames = Frames()
+    with attach(host, "quantwm", iterations=2, observers=[frames]) as attachment:
+        made = host.video(0, 2)
+        cache = attachment.caches[0]
+        moment = cache.queries.past
+    assert cache.key_frame is not None
+    assert moment is not None
+    (unit,) = cache.stream.units
+    angles = host.dit.blocks[0].attn.rope_3d.freqs_dict[FRAMES, 2, TOKENS // 2][:, ::2]
+    turned = cache.key_frame(moment, unit)
+    assert torch.equal(turned.mean, before_rotation(moment, angles).mean)
+    assert not torch.allclose(turned.mean, moment.mean, rtol=0.05)
+    # The history of the second segment is the first.
+    _, before, _ = host.dit.blocks[0].attn._project(made[:, : FRAMES * TOKENS])
+    assert torch.equal(frames.keys[-1], before)
+
+
+def test_without_a_cache_the_host_is_left_alone() -> None:
+    host = LongCatVideoPipeline(cached=False)
+    plain = bits(host.video(0, 2))
+    with attach(host, "quantwm") as attachment:
+        assert bits(host.video(0, 2)) == plain
+    assert attachment.report().tokens == 0
+
+
+def test_a_failing_host_is_usable_afterwards() -> None:
+    host = LongCatVideoPipeline()
+    with attach(host, "quantwm", iterations=2):
+        expected = bits(host.video(0, 1))
+    with attach(host, "quantwm", iterations=2):
+        with pytest.raises(RuntimeError):
+            host.generate_vc(torch.zeros(1, TOKENS, 3), torch.zeros(1, TOKENS, 3))
+        assert bits(host.video(0, 1)) == expected
+
+
+def test_a_transformer_alone_is_a_host() -> None:
+    host = LongCatVideoPipeline()
+    expected = bits(host.video(0, 2))
+    with attach(host.dit, "bf16") as attachment:
+        assert bits(host.video(0, 2)) == expected
+        assert isinstance(host.kv_cache_dict[0][0], Sealed)
+    assert attachment.report().tokens == 2 * FRAMES * TOKENS
+
+
+def test_a_host_that_rotates_otherwise_is_refused() -> None:
+    host: Any = LongCatVideoPipeline()
+
+    def backwards(x: Tensor) -> Tensor:
+        return -torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+
+    for block in host.dit.blocks:
+        block.attn.rope_3d.quarter = backwards
+    with attach(host, "rtn"):
+        host.video(0, 1)
+    with attach(host, "quantwm"), pytest.raises(HostError, match="layer 0: the host rotates keys in another way"):
+        host.video(0, 1)
+
+
+def test_what_is_no_host_is_refused_before_anything_changes() -> None:
+    host: Any = LongCatVideoPipeline()
+    assert adapters.find(host).matches(host.dit)
+    assert not adapters.get("longcat_video").matches(object())
+    with attach(host), pytest.raises(StateError, match="attached already"):
+        attach(host.dit)
+    before = state(host)
+    with pytest.raises(ParameterError, match="first_units=0: need at least 1"):
+        attach(host, adapter=LongCatVideo(0))
+    assert state(host) == before
+    del host.dit.blocks[1].attn.rope_3d.freqs_dict
+    with pytest.raises(HostError, match=r"LongCatVideoPipeline: need \.blocks of .*freqs_dict"):
+        attach(host)
+    assert not any("_process_attn" in vars(block.attn) for block in host.dit.blocks)
