@@ -72,13 +72,13 @@ def header_line(experiment: Experiment, provenance: Provenance) -> str:
         "experiment": experiment.to_json(),
         "provenance": provenance.to_json(),
     }
-    return _dump(head)
+    return dump(head)
 
 
 def cell_line(cell: Cell) -> str:
     """Line of a cell."""
     measured = cell.measurement
-    return _dump(
+    return dump(
         {
             "kind": cell.kind,
             "scene": cell.scene,
@@ -143,7 +143,8 @@ def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     return parsed
 
 
-def _dump(value: Mapping[str, Any]) -> str:
+def dump(value: Mapping[str, Any]) -> str:
+    """A line of strict JSON; numbers that it does not know become strings, see above."""
     return json.dumps(_plain(value), allow_nan=False) + "\n"
 
 
