@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from quantwm_core.errors import QuantWMError
 from quantwm_eval import __version__
-from quantwm_eval.commands import compare, demo
+from quantwm_eval.commands import compare, demo, evaluate, report
 from quantwm_eval.commands.answer import FAILED, INTERRUPTED, Answer
 
 
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="quantwm", description="Compressed caches for video world models, measured.")
     top.add_argument("--version", action="version", version=f"quantwm {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, compare):
+    for command in (demo, evaluate, report, compare):
         command.add(commands)
     return top
 

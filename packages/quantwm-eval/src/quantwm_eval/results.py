@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from quantwm_eval.provenance import Provenance
 
 FORMAT = "quantwm-results"
 VERSION = 1
+
+Key: TypeAlias = tuple[str, int, int, str]
+"""Kind, scene, seed and method of a cell."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Cell:
         method: Label of the method.
         valid: Whether the BF16 control of this episode was exact.
         measurement: The figures of all metrics.
+        reference: SHA-256 of the video that it was compared with; empty in files of early versions.
     """
 
     kind: str
@@ -42,6 +46,12 @@ class Cell:
     method: str
     valid: bool
     measurement: Measurement
+    reference: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What tells it from the other cells of its experiment."""
+        return self.kind, self.scene, self.seed, self.method
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,11 @@ class Results:
     def valid(self) -> bool:
         """Whether every BF16 control was exact."""
         return all(cell.valid for cell in self.cells)
+
+    @property
+    def missing(self) -> int:
+        """Cells that are not measured yet."""
+        return len({*self.experiment.keys()} - {cell.key for cell in self.cells})
 
 
 def header_line(experiment: Experiment, provenance: Provenance) -> str:
@@ -85,6 +100,7 @@ def cell_line(cell: Cell) -> str:
             "seed": cell.seed,
             "method": cell.method,
             "valid": cell.valid,
+            "reference": cell.reference,
             "values": dict(measured.values),
             "curves": {name: curve.tolist() for name, curve in measured.curves.items()},
             "maps": {name: grid.tolist() for name, grid in measured.maps.items()},
@@ -105,7 +121,20 @@ def load(path: Path) -> Results:
         FormatError: The file is foreign, broken or of a newer version; the message names the line.
         OSError: It cannot be read.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
+    return parse(path, path.read_text(encoding="utf-8"))
+
+
+def parse(path: Path, text: str) -> Results:
+    """Read the text of a results file.
+
+    Args:
+        path: Its file, for messages.
+        text: Its lines.
+
+    Raises:
+        FormatError: As :func:`load`.
+    """
+    lines = text.splitlines()
     plain = [_parse(path, number, line) for number, line in enumerate(lines, 1)]
     head = plain[0] if plain else {}
     if head.get("format") != FORMAT:
@@ -128,7 +157,8 @@ def _cell(path: Path, number: int, line: Mapping[str, Any]) -> Cell:
             {name: np.array(curve, np.float64) for name, curve in line["curves"].items()},
             {name: np.array(grid, np.float64) for name, grid in line["maps"].items()},
         )
-        return Cell(line["kind"], line["scene"], line["seed"], line["method"], line["valid"], measured)
+        key = line["kind"], line["scene"], line["seed"], line["method"]
+        return Cell(*key, line["valid"], measured, line.get("reference", ""))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"{path}: line {number} is not a cell: {error}") from error
 
