@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from quantwm_eval.evidence import Curve, Evidence, Frames, Map
+from quantwm_eval.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,13 @@ class Measurement:
         values: Figure by quantity name; NaN where the video gave nothing to measure.
         curves: Over frames or reads, by quantity name.
         maps: Over layers and heads, by quantity name.
+        ages: Over ages of the token that was read, in chunks, by quantity name.
     """
 
     values: Mapping[str, float]
     curves: Mapping[str, Curve] = field(default_factory=dict)
     maps: Mapping[str, Map] = field(default_factory=dict)
+    ages: Mapping[str, Curve] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,16 @@ class Metric:
     def applies(self, evidence: Evidence) -> bool:
         """Whether everything that the metric needs is at hand."""
         return self.installed and all(getattr(evidence, part) is not None for part in self.needs)
+
+
+def of_tallies(tallies: Mapping[str, Tally]) -> Measurement:
+    """Figures of tallies by quantity name: over all, by read, by layer and head, and by age where they split."""
+    return Measurement(
+        {name: tally.ratio() for name, tally in tallies.items()},
+        {name: tally.over_reads() for name, tally in tallies.items()},
+        {name: tally.over_heads() for name, tally in tallies.items()},
+        {name: tally.over_ages() for name, tally in tallies.items() if tally.whole_by_age.size},
+    )
 
 
 def walking(

@@ -104,6 +104,7 @@ def cell_line(cell: Cell) -> str:
             "values": dict(measured.values),
             "curves": {name: curve.tolist() for name, curve in measured.curves.items()},
             "maps": {name: grid.tolist() for name, grid in measured.maps.items()},
+            "ages": {name: curve.tolist() for name, curve in measured.ages.items()},
         }
     )
 
@@ -156,6 +157,7 @@ def _cell(path: Path, number: int, line: Mapping[str, Any]) -> Cell:
             {name: float(value) for name, value in line["values"].items()},
             {name: np.array(curve, np.float64) for name, curve in line["curves"].items()},
             {name: np.array(grid, np.float64) for name, grid in line["maps"].items()},
+            {name: np.array(curve, np.float64) for name, curve in line.get("ages", {}).items()},
         )
         key = line["kind"], line["scene"], line["seed"], line["method"]
         return Cell(*key, line["valid"], measured, line.get("reference", ""))

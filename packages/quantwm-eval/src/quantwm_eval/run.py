@@ -227,4 +227,5 @@ def measure(names: Sequence[str], evidence: Evidence) -> Measurement:
         {name: value for one in found for name, value in one.values.items()},
         {name: curve for one in found for name, curve in one.curves.items()},
         {name: grid for one in found for name, grid in one.maps.items()},
+        {name: curve for one in found for name, curve in one.ages.items()},
     )
