@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from quantwm_eval import __version__, cli
+from quantwm_eval.commands import demo
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_an_interrupt_is_no_traceback(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "produce", interrupted)
+    monkeypatch.setattr(demo, "produce", interrupted)
     assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 130
     assert "interrupted" in capsys.readouterr().err
 
@@ -90,6 +91,6 @@ def test_a_full_disk_is_no_traceback(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cli, "produce", full)
+    monkeypatch.setattr(demo, "produce", full)
     assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 1
     assert "No space left" in capsys.readouterr().err

@@ -13,14 +13,18 @@ from quantwm_core.errors import FormatError, StateError, UnknownNameError
 from quantwm_eval import metrics
 from quantwm_eval.evidence import CacheBytes, Evidence, LookAway, Recording, Seconds
 from quantwm_eval.metric import Measurement, Metric, Quantity
+from quantwm_eval.tally import Tally
 
 EXPECTED = (
+    "attention_kl",
     "excess_flicker",
     "latency",
     "logit_error",
     "memory",
     "object_permanence",
+    "output_error",
     "psnr",
+    "reconstruction_error",
     "selection_shift",
     "ssim",
     "temporal_flickering",
@@ -33,7 +37,9 @@ def evidence() -> Evidence:
     region = np.zeros((4, 16, 16), bool)
     region[3, 2:9, 2:9] = True
     queries = np.full((2, 3, 4), 8.0)
-    recording = Recording(queries, queries / 4, queries / 10, queries)
+    tally = Tally(queries / 10, queries, queries[:, :, :2] / 5, queries[:, :, :2])
+    whole = Tally(queries / 10, queries)
+    recording = Recording(tally, tally, whole, whole, tally, tally)
     cache = (CacheBytes(300, 1600, 200, 1700, 64), CacheBytes(310, 1600, 200, 1800, 64))
     return Evidence(video, reference, LookAway(truth, reference, region), recording, cache, Seconds(3.0, 1.0, 0.5))
 
@@ -52,7 +58,8 @@ def test_name_quantities_and_ranges(name: str) -> None:
         assert quantity.label
         assert quantity.low <= measured.values[quantity.name] <= quantity.high
         assert type(measured.values[quantity.name]) is float
-    assert {*measured.curves, *measured.maps} <= set(measured.values)
+    assert {*measured.curves, *measured.maps, *measured.ages} <= set(measured.values)
+    assert all(np.allclose(curve, [0.2, 0.2]) for curve in measured.ages.values())
     assert all(curve.ndim == 1 for curve in measured.curves.values())
     assert all(grid.shape == (2, 3) for grid in measured.maps.values())
 
@@ -66,7 +73,7 @@ def test_a_docstring_states_range_direction_unit_and_source(name: str) -> None:
     text = " ".join(" ".join((inspect.getdoc(value) or "").split()) for value in own)
     for word in ("ange ", " to ", " is better", "Source:"):
         assert word in text
-    assert any(word in text for word in ("in dB", "no unit", "in grey levels", "in bytes", "in seconds"))
+    assert any(word in text for word in ("in dB", "no unit", "in grey levels", "in bytes", "in seconds", "in nats"))
 
 
 @pytest.mark.parametrize("name", metrics.names())

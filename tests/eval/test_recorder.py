@@ -7,10 +7,8 @@ from torch import Tensor
 
 from quantwm_core import attention
 from quantwm_core.method import scheme
-from quantwm_eval.evidence import Recording
-from quantwm_eval.metrics.logit_error import logit_error
-from quantwm_eval.metrics.selection_shift import selection_shift
-from quantwm_eval.recorder import Recorder, sample_tokens, share
+from quantwm_eval.recorder import AGED, TALLIES, Recorder, sample_tokens
+from quantwm_eval.tally import Tally
 from quantwm_models.cache import LayerCache
 
 BATCH, HEADS, TOKENS, CHANNELS = 2, 2, 24, 16
@@ -38,48 +36,103 @@ def numpy(tensor: Tensor) -> np.ndarray:
     return tensor.float().numpy()
 
 
+def last_read(tally: Tally) -> Tally:
+    return Tally(tally.part[..., -1:], tally.whole[..., -1:])
+
+
+def by_head(tally: Tally) -> np.ndarray:
+    return tally.over_heads()[0]
+
+
 @pytest.mark.parametrize("query_heads", [HEADS, 2 * HEADS])
-def test_counts_equal_the_reference_when_every_query_is_sampled(query_heads: int) -> None:
+def test_sums_equal_the_reference_when_every_query_is_sampled(query_heads: int) -> None:
     recorder = Recorder(samples=TOKENS)
     cache = LayerCache(scheme("rtn"), observers=[recorder])
     given = chunks(3, query_heads)
     roll(cache, given)
-    queries = numpy(given[2][0])
-    exact = np.concatenate([numpy(keys) for _, keys, _ in given[:2]], axis=2)
-    read = numpy(cache.read()[0])[:, :, : 2 * TOKENS]
+    read_keys, read_values = map(numpy, cache.read())
+    keys, values = (np.concatenate([numpy(chunk[part]) for chunk in given], 2) for part in (1, 2))
+    sealed = slice(0, 2 * TOKENS)
 
     for video, recording in enumerate(recorder.recordings()):
+        one = slice(video, video + 1)
+        queries = numpy(given[2][0])[one]
         true, rebuilt = (
-            attention.logits(queries[video : video + 1], keys[video : video + 1]).reshape(1, HEADS, -1, 2 * TOKENS)
-            for keys in (exact, read)
+            attention.logits(queries, tokens[one]).reshape(1, HEADS, -1, 3 * TOKENS) for tokens in (keys, read_keys)
         )
-        last = Recording(
-            *(getattr(recording, name)[..., -1:] for name in ("queries", "shifted", "error_energy", "logit_energy"))
-        )
-        shifts = share(last.shifted, last.queries, axis=(0, 2))
-        errors = share(last.error_energy, last.logit_energy, axis=(0, 2))
-        np.testing.assert_allclose(shifts, attention.selection_shift(true, rebuilt)[0], atol=1e-6)
-        np.testing.assert_allclose(errors, attention.logit_error(true, rebuilt)[0], rtol=1e-4)
-        assert 0 < selection_shift(last) < 1
-        assert logit_error(last) > 0
+        last = {name: last_read(getattr(recording, name)) for name in TALLIES}
+        past = true[..., sealed], rebuilt[..., sealed]
+        np.testing.assert_allclose(by_head(last["selection"]), attention.selection_shift(*past)[0], atol=1e-6)
+        np.testing.assert_allclose(by_head(last["logits"]), attention.logit_error(*past)[0], rtol=1e-4)
+        np.testing.assert_allclose(by_head(last["attention"]), attention.attention_kl(true, rebuilt)[0], rtol=1e-4)
+        exact = attention.attend(queries, keys[one], values[one]).reshape(HEADS, -1)
+        found = attention.attend(queries, read_keys[one], read_values[one]).reshape(HEADS, -1)
+        errors = np.square(found - exact).sum(-1) / np.square(exact).sum(-1)
+        np.testing.assert_allclose(by_head(last["output"]), errors, rtol=1e-4)
+        for name, whole, read in (("keys", keys, read_keys), ("values", values, read_values)):
+            error = np.square(read - whole)[video, :, sealed].sum((1, 2))
+            energy = np.square(whole)[video, :, sealed].sum((1, 2))
+            np.testing.assert_allclose(by_head(last[name]), error / energy, rtol=1e-5)
+        assert all(tally.ratio() > 0 for tally in last.values())
+
+
+def test_the_oldest_age_is_that_of_the_first_chunk_in_the_last_read() -> None:
+    recorder = Recorder(samples=TOKENS)
+    cache = LayerCache(scheme("rtn"), observers=[recorder])
+    given = chunks(3)
+    roll(cache, given)
+    read = numpy(cache.read()[0])[:, :, : 2 * TOKENS]
+    keys = np.concatenate([numpy(chunk[1]) for chunk in given[:2]], 2)
+    queries = numpy(given[2][0])
+    true, rebuilt = attention.logits(queries, keys), attention.logits(queries, read)
+    error, exact = (x - x.mean(-1, keepdims=True) for x in (rebuilt - true, true))
+    winner, first = true.argmax(-1), slice(0, TOKENS)
+    for video, recording in enumerate(recorder.recordings()):
+        assert np.isnan(recording.logits.over_ages()[0])  # the active chunk is not sealed
+        assert recording.logits.over_ages().shape == (3,)
+        share = np.square(error[video, ..., first]).sum() / np.square(exact[video, ..., first]).sum()
+        assert recording.logits.over_ages()[2] == pytest.approx(share, rel=1e-4)
+        old = winner[video] < TOKENS
+        moved = (rebuilt.argmax(-1) != winner)[video]
+        assert recording.selection.whole_by_age[0, :, 2].sum() == old.sum()
+        assert recording.selection.part_by_age[0, :, 2].sum() == (old & moved).sum()
+        share = np.square((read - keys)[video, :, first]).sum() / np.square(keys[video, :, first]).sum()
+        assert recording.keys.over_ages()[2] == pytest.approx(share, rel=1e-5)
+        for name in AGED:
+            tally = getattr(recording, name)
+            np.testing.assert_allclose(tally.part_by_age.sum(-1), tally.part.sum(-1))
+            np.testing.assert_allclose(tally.whole_by_age.sum(-1), tally.whole.sum(-1))
+
+
+def test_passes_of_a_chunk_count_its_tokens_once() -> None:
+    once, twice = Recorder(), Recorder()
+    for recorder, passes in ((once, 1), (twice, 2)):
+        cache = LayerCache(scheme("rtn"), observers=[recorder])
+        for queries, keys, values in chunks(3):
+            cache.append(keys, values)
+            for _ in range(passes):
+                cache.attend(queries)
+    for first, second in zip(once.recordings(), twice.recordings(), strict=True):
+        np.testing.assert_array_equal(first.keys.part, second.keys.part)
+        np.testing.assert_array_equal(2 * first.selection.whole, second.selection.whole)
 
 
 def test_an_exact_cache_shifts_nothing() -> None:
     recorder = Recorder()
     roll(LayerCache(scheme("bf16"), observers=[recorder]), chunks(4))
     for recording in recorder.recordings():
-        assert recording.queries[..., 1:].min() > 0
-        assert selection_shift(recording) == 0
-        assert logit_error(recording) == 0
+        assert recording.selection.whole[..., 1:].min() > 0
+        assert [getattr(recording, name).ratio() for name in TALLIES] == [0] * len(TALLIES)
 
 
 def test_nothing_is_counted_before_anything_is_sealed() -> None:
     recorder = Recorder()
     roll(LayerCache(scheme("rtn"), observers=[recorder]), chunks(1))
     (recording, _) = recorder.recordings()
-    assert recording.queries.sum() == 0
-    assert np.isnan(selection_shift(recording))
-    assert np.isnan(logit_error(recording))
+    for name in TALLIES:
+        tally = getattr(recording, name)
+        assert tally.whole.sum() == 0
+        assert np.isnan(tally.ratio())
 
 
 def test_the_recorder_changes_nothing_that_the_model_sees() -> None:
@@ -95,8 +148,8 @@ def test_two_recorders_count_the_same() -> None:
     for recorder in (one, two):
         roll(LayerCache(scheme("kivi"), observers=[recorder]), chunks(4))
     for first, second in zip(one.recordings(), two.recordings(), strict=True):
-        for name in ("queries", "shifted", "error_energy", "logit_energy"):
-            np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+        for name in TALLIES:
+            np.testing.assert_equal(vars(getattr(first, name)), vars(getattr(second, name)))
 
 
 @pytest.mark.parametrize("sink", [0, 10])
@@ -109,12 +162,14 @@ def test_memory_is_bounded_by_the_window_and_partial_evictions_are_followed(sink
         cache.attend(queries)
         held = recorder._layers[0].exact
         live = [piece for piece in cache.stream.read() if piece.unit is not None]
-        assert sum(span.tokens for span, _ in held) == sum(piece.span.tokens for piece in live)
-        assert all(tensor.shape[2] == span.tokens and tensor._base is None for span, tensor in held)
-    exact = torch.cat([tensor for _, tensor in recorder._layers[0].exact], 2).float()
-    read = cache.read()[0][:, :, : exact.shape[2]].float()
-    assert (exact - read).abs().max() < 1.5  # the same tokens in the same order, up to quantization
-    assert (exact.roll(1, 2) - read).abs().max() > 3
+        assert sum(unit.span.tokens for unit in held) == sum(piece.span.tokens for piece in live)
+        for unit in held:
+            assert all(x.shape[2] == unit.span.tokens and x._base is None for x in (unit.keys, unit.values))
+    for part, whole in zip(("keys", "values"), cache.read(), strict=True):
+        exact = torch.cat([getattr(unit, part) for unit in recorder._layers[0].exact], 2).float()
+        read = whole[:, :, : exact.shape[2]].float()
+        assert (exact - read).abs().max() < 1.5  # the same tokens in the same order, up to quantization
+        assert (exact.roll(1, 2) - read).abs().max() > 3
 
 
 def test_recordings_are_laid_out_by_video_layer_head_and_read() -> None:
@@ -125,10 +180,11 @@ def test_recordings_are_laid_out_by_video_layer_head_and_read() -> None:
             roll(cache, [given])
             cache.attend(given[0])  # a second pass over the same read
     first, second = recorder.recordings()
-    assert first.queries.shape == (3, HEADS, 4)
-    np.testing.assert_array_equal(first.queries[:, :, 1:], 12)
-    np.testing.assert_array_equal(first.queries[:, :, 0], 0)
-    assert (first.error_energy[..., 1:] != second.error_energy[..., 1:]).all()
+    assert first.selection.whole.shape == (3, HEADS, 4)
+    np.testing.assert_array_equal(first.selection.whole[:, :, 1:], 12)
+    np.testing.assert_array_equal(first.selection.whole[:, :, 0], 0)
+    assert first.selection.whole_by_age.shape == (3, HEADS, 4)
+    assert (first.logits.part[..., 1:] != second.logits.part[..., 1:]).all()
     assert Recorder().recordings() == ()
 
 

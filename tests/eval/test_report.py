@@ -249,8 +249,16 @@ def test_the_best_is_the_lowest_where_lower_is_better() -> None:
 def test_plots_tell_their_figures_in_words(product: Product) -> None:
     plots = {plot.title: plot for plot in figures.all_plots(product.results)}
     assert list(plots) == [
-        "Quality against bits", "Quality over time", "Selection shift over time", "Selection shift by layer and head",
+        "Quality against bits", "Quality over time", "Selection shift over time", "Logit error by age",
+        "Selection shift by layer and head",
     ]  # fmt: skip
+    by_age = [
+        cell.measurement.ages["logit_error"]
+        for cell in product.results.cells
+        if (cell.kind, cell.method) == ("walk", "rtn")
+    ]
+    first, last = np.mean(by_age, axis=0)[1:][[0, -1]]
+    assert f"rtn from {first:.4f} to {last:.4f}" in plots["Logit error by age"].alternative
     bits = summary.estimate(product.results, "walk", "rtn", "bits_per_element").mean
     assert (
         f"rtn {summary.estimate(product.results, 'walk', 'rtn', 'psnr').mean:.1f} dB at {bits:.2f} bits"

@@ -19,6 +19,7 @@ def example() -> Results:
         {"psnr": math.inf, "ssim": 0.5, "selection_shift": math.nan},
         {"psnr": np.array([math.inf, 30.0])},
         {"selection_shift": np.array([[0.0, math.nan], [0.25, 1.0]])},
+        {"selection_shift": np.array([math.nan, 0.5])},
     )
     cells = (Cell("walk", 0, 0, "bf16", True, measured), Cell("walk", 0, 0, "kivi", False, measured))
     return Results(Experiment((MethodChoice("bf16"), MethodChoice("kivi")), (0,)), provenance.collect(["demo"]), cells)
@@ -44,6 +45,20 @@ def test_a_file_is_read_back_to_the_bit(tmp_path: Path) -> None:
         np.testing.assert_array_equal(
             cell.measurement.maps["selection_shift"], wanted.measurement.maps["selection_shift"]
         )
+        np.testing.assert_array_equal(cell.measurement.ages["selection_shift"], [math.nan, 0.5])
+
+
+def test_a_file_from_before_ages_and_digests_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    results.save(path, example())
+    head, *lines = path.read_text().splitlines()
+    old = [json.loads(line) for line in lines]
+    for cell in old:
+        del cell["ages"], cell["reference"]
+    path.write_text("\n".join([head, *map(json.dumps, old)]))
+    for cell in results.load(path).cells:
+        assert cell.reference == ""
+        assert not cell.measurement.ages
 
 
 def test_every_line_is_strict_json_and_states_its_versions(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, UInt8
 
 from quantwm_core.errors import DtypeError, ShapeError, StateError
+from quantwm_eval.tally import Tally
 
 Frames: TypeAlias = UInt8[np.ndarray, "frames height width 3"]
 """A video: grey levels 0 to 255, RGB."""
@@ -35,19 +36,25 @@ class LookAway:
 class Recording:
     """What a :class:`~quantwm_eval.recorder.Recorder` counted in one video.
 
-    A *read* is a position of the active chunk. Where nothing was sealed yet all counts are zero.
+    A *read* is a position of the active chunk; the *age* of a token is how many blocks of queries ago it was written. Where
+    nothing was sealed yet all sums are zero.
 
     Attributes:
-        queries: Sampled queries.
-        shifted: Queries whose largest logit moved to another token.
-        error_energy: Sum of squared logit errors, centred per query.
-        logit_energy: Sum of squared exact logits, centred per query.
+        selection: Queries whose largest logit moved to another sealed token, over sampled queries; by age of the token
+            that should have won.
+        logits: Sum of squared logit errors over that of squared exact logits, both centred per query over sealed tokens.
+        attention: Sum of divergences, in nats, over sampled queries; does not split by age.
+        output: Sum of squared errors of the attention's output over that of squared outputs; does not split by age.
+        keys: Sum of squared errors of reconstructed keys over that of squared exact keys, once per read.
+        values: The same of values.
     """
 
-    queries: Float64[np.ndarray, "layers heads reads"]
-    shifted: Float64[np.ndarray, "layers heads reads"]
-    error_energy: Float64[np.ndarray, "layers heads reads"]
-    logit_energy: Float64[np.ndarray, "layers heads reads"]
+    selection: Tally
+    logits: Tally
+    attention: Tally
+    output: Tally
+    keys: Tally
+    values: Tally
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
@@ -144,6 +144,20 @@ class Experiment:
     def compressed(self) -> tuple[str, ...]:
         """Labels of the methods that compress: neither the control nor BF16 under a shorter window."""
         return tuple(method.label for method in self.methods if method.name != CONTROL)
+
+    def batches(self) -> Iterator[tuple[int, str, tuple[int, ...]]]:
+        """Seed, kind and scenes of what is generated together, in the order of a run."""
+        for seed in self.seeds:
+            for start in range(0, len(self.scenes), self.batch):
+                for kind in self.kinds:
+                    yield seed, kind, self.scenes[start : start + self.batch]
+
+    def keys(self) -> Iterator[tuple[str, int, int, str]]:
+        """Kind, scene, seed and method of every cell, in the order of a run."""
+        for seed, kind, scenes in self.batches():
+            for method in self.methods:
+                for scene in scenes:
+                    yield kind, scene, seed, method.label
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, methods by label."""

@@ -67,6 +67,7 @@ def all_plots(results: Results) -> list[Plot]:
         quality_by_bits(results, kind),
         quality_over_time(results, kind),
         shift_over_time(results, kind),
+        error_by_age(results, kind),
         shift_by_head(results, kind),
     )
     return [plot for plot in made if plot is not None]
@@ -117,13 +118,26 @@ def quality_over_time(results: Results, kind: str) -> Plot | None:
 def shift_over_time(results: Results, kind: str) -> Plot | None:
     """Selection shift at each position of the active chunk."""
     lines = {
-        label: 100 * _nan_mean(_cells(results, kind, label), "selection_shift")
+        label: 100
+        * _nan_mean([cell.measurement.curves.get("selection_shift") for cell in _cells(results, kind, label)])
         for label in results.experiment.compressed
     }
     if not any(np.isfinite(line).any() for line in lines.values()):
         return None
     caption = "How often a query's largest logit moves to another past token, over real queries of the rollout."
     return _lines(results, lines, "Selection shift over time", caption, "chunk", "queries shifted, %")
+
+
+def error_by_age(results: Results, kind: str) -> Plot | None:
+    """Logit error by how long ago the token was written; the active chunk, age 0, is never sealed."""
+    lines = {
+        label: _nan_mean([cell.measurement.ages.get("logit_error") for cell in _cells(results, kind, label)])[1:]
+        for label in results.experiment.compressed
+    }
+    if not any(np.isfinite(line).any() for line in lines.values()):
+        return None
+    caption = "Error of the logits against their variance, over sealed tokens that were written so many chunks ago."
+    return _lines(results, lines, "Logit error by age", caption, "age of the token, chunks", "logit error", digits=4)
 
 
 def shift_by_head(results: Results, kind: str) -> Plot | None:
@@ -157,7 +171,9 @@ def shift_by_head(results: Results, kind: str) -> Plot | None:
     return Plot("Selection shift by layer and head", "Darker is worse.", f"Heat maps: {worst}.", picture)
 
 
-def _lines(results: Results, lines: dict[str, np.ndarray], title: str, caption: str, across: str, up: str) -> Plot:
+def _lines(
+    results: Results, lines: dict[str, np.ndarray], title: str, caption: str, across: str, up: str, digits: int = 1
+) -> Plot:
     with mpl.rc_context(STYLE):
         figure, axes = _canvas()
         for label, line in lines.items():
@@ -166,7 +182,7 @@ def _lines(results: Results, lines: dict[str, np.ndarray], title: str, caption: 
         axes.legend(ncols=min(len(lines), 5), loc="lower center", bbox_to_anchor=(0.5, 1.0))
         picture = _svg(figure)
     told = "; ".join(
-        f"{label} from {line[np.isfinite(line)][0]:.1f} to {line[np.isfinite(line)][-1]:.1f}"
+        f"{label} from {line[np.isfinite(line)][0]:.{digits}f} to {line[np.isfinite(line)][-1]:.{digits}f}"
         for label, line in lines.items() if np.isfinite(line).any()
     )  # fmt: skip
     return Plot(title, caption, f"Line plot, {up} by {across}: {told}.", picture)
@@ -182,9 +198,9 @@ def _mean_curve(cells: Sequence[Cell], quantity: str) -> np.ndarray:
     return np.mean([255.0**2 * 10 ** (-curve / 10) for curve in curves], axis=0) if curves else np.zeros(0)
 
 
-def _nan_mean(cells: Sequence[Cell], quantity: str) -> np.ndarray:
+def _nan_mean(found: Sequence[np.ndarray | None]) -> np.ndarray:
     """Mean over cells by position; NaN where no cell has a figure."""
-    curves = np.array([cell.measurement.curves[quantity] for cell in cells if quantity in cell.measurement.curves])
+    curves = np.array([curve for curve in found if curve is not None])
     if curves.size == 0:
         return np.zeros(0)
     known = np.isfinite(curves)

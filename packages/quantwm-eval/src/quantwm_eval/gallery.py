@@ -111,12 +111,14 @@ class Gallery:
             for label, frames in videos.items():
                 compared = reference is not None and label not in (TRUTH, CONTROL)
                 differs = film.difference(frames, reference) if compared and reference is not None else None
-                tiles.append(Tile(label, self._encode(frames), None if differs is None else self._encode(differs)))
+                film_of_difference = None if differs is None else show(differs, self.rate)
+                tiles.append(Tile(label, show(frames, self.rate), film_of_difference))
             yield Reel(kind, scene, len(next(iter(videos.values()))), self.rate, tuple(tiles))
 
-    def _encode(self, frames: Frames) -> bytes:
-        factor = max(1, FILM_SIDE // max(frames.shape[1:3]))
-        return film.encode(film.enlarge(frames, factor), self.rate)
+
+def show(frames: Frames, rate: int) -> bytes:
+    """MP4 file of a video, small ones enlarged by whole factors."""
+    return film.encode(film.enlarge(frames, max(1, FILM_SIDE // max(frames.shape[1:3]))), rate)
 
 
 def png(picture: Picture) -> bytes:

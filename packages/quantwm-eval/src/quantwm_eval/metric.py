@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Literal
 
-from quantwm_eval.evidence import Curve, Evidence, Map
+from quantwm_eval.evidence import Curve, Evidence, Frames, Map
+from quantwm_eval.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,29 @@ class Measurement:
         values: Figure by quantity name; NaN where the video gave nothing to measure.
         curves: Over frames or reads, by quantity name.
         maps: Over layers and heads, by quantity name.
+        ages: Over ages of the token that was read, in chunks, by quantity name.
     """
 
     values: Mapping[str, float]
     curves: Mapping[str, Curve] = field(default_factory=dict)
     maps: Mapping[str, Map] = field(default_factory=dict)
+    ages: Mapping[str, Curve] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How a metric of pictures walks along a pair of videos, so that long ones need not be held whole.
+
+    Attributes:
+        curve: Video and reference to one number per frame (or pair of consecutive frames); a metric that needs no
+            reference is given the video twice. The curve of a video is the joined curves of its parts.
+        overlap: Frames that consecutive parts share: 0 where the numbers belong to frames, 1 where to pairs of frames.
+        conclude: Whole curve to figures.
+    """
+
+    curve: Callable[[Frames, Frames], Curve]
+    overlap: int
+    conclude: Callable[[Curve], Measurement]
 
 
 @dataclass(frozen=True)
@@ -61,13 +81,57 @@ class Metric:
         quantities: What it reports, most important first.
         needs: Parts of the evidence without which it says nothing.
         measure: Evidence to measurement.
+        walk: The same for videos that come in parts; None where the metric wants whole ones, or more than pictures.
+        module: Optional module without which it measures nothing, or None.
     """
 
     name: str
     quantities: tuple[Quantity, ...]
     needs: tuple[str, ...]
     measure: Callable[[Evidence], Measurement]
+    walk: Walk | None = None
+    module: str | None = None
+
+    @property
+    def installed(self) -> bool:
+        """Whether its optional module is."""
+        return self.module is None or find_spec(self.module) is not None
+
+    @property
+    def pictorial(self) -> bool:
+        """Whether two videos are all that it needs."""
+        return set(self.needs) <= {"reference"}
 
     def applies(self, evidence: Evidence) -> bool:
         """Whether everything that the metric needs is at hand."""
-        return all(getattr(evidence, part) is not None for part in self.needs)
+        return self.installed and all(getattr(evidence, part) is not None for part in self.needs)
+
+
+def of_tallies(tallies: Mapping[str, Tally]) -> Measurement:
+    """Figures of tallies by quantity name: over all, by read, by layer and head, and by age where they split."""
+    return Measurement(
+        {name: tally.ratio() for name, tally in tallies.items()},
+        {name: tally.over_reads() for name, tally in tallies.items()},
+        {name: tally.over_heads() for name, tally in tallies.items()},
+        {name: tally.over_ages() for name, tally in tallies.items() if tally.whole_by_age.size},
+    )
+
+
+def walking(
+    name: str, quantities: tuple[Quantity, ...], needs: tuple[str, ...], walk: Walk, module: str | None = None
+) -> Metric:
+    """A metric of pictures, from its walk.
+
+    Args:
+        name: Public name.
+        quantities: What it reports.
+        needs: ``("reference",)``, or nothing.
+        walk: How it measures.
+        module: Optional module that it needs.
+    """
+
+    def measure(evidence: Evidence) -> Measurement:
+        reference = evidence.need("reference") if needs else evidence.video
+        return walk.conclude(walk.curve(evidence.video, reference))
+
+    return Metric(name, quantities, needs, measure, walk, module)

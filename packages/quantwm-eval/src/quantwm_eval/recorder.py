@@ -1,6 +1,6 @@
-"""Watches attention inside a rollout: real queries against exact and reconstructed keys.
+"""Watches attention inside a rollout: real queries against exact and reconstructed keys and values.
 
-The recorder keeps the exact BF16 keys of sealed units, which the cache itself has dropped, until they are evicted. It
+The recorder keeps the exact BF16 tokens of sealed units, which the cache itself has dropped, until they are evicted. It
 draws no random numbers and changes nothing that the model sees.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,25 +18,16 @@ from torch import Tensor
 
 from quantwm_core.stream import Span, cut, overlap
 from quantwm_eval.evidence import Recording
+from quantwm_eval.scoring import OF_CALLS, OF_TOKENS, Sealed, Sums, ages, gaps, of_call, of_tokens, tokens_of
+from quantwm_eval.tally import Tally
 from quantwm_kernels.chunk import SealedChunk
 from quantwm_models.observer import CacheObserver
 
 if TYPE_CHECKING:
     from quantwm_models.cache import LayerCache
 
-FIELDS = ("queries", "shifted", "error_energy", "logit_energy")
-
-
-def share(
-    part: Float64[np.ndarray, "..."], whole: Float64[np.ndarray, "..."], axis: int | tuple[int, ...] | None = None
-) -> Any:
-    """Sum of ``part`` over sum of ``whole``, NaN where the latter is zero.
-
-    >>> share(np.array([[1.0, 0.0], [1.0, 0.0]]), np.array([[2.0, 0.0], [2.0, 0.0]]), axis=0)
-    array([0.5, nan])
-    """
-    above, below = part.sum(axis), whole.sum(axis)
-    return np.where(below > 0, above / np.where(below > 0, below, 1.0), np.nan)
+TALLIES = (*OF_CALLS, *OF_TOKENS)
+AGED = (*OF_CALLS[:2], *OF_TOKENS)
 
 
 def sample_tokens(tokens: int, count: int, turn: int) -> Int64[np.ndarray, " sampled"]:
@@ -56,16 +47,23 @@ def sample_tokens(tokens: int, count: int, turn: int) -> Int64[np.ndarray, " sam
 
 
 @dataclass(frozen=True)
-class _Sealed:
-    """Sealed tokens of one read.
+class _Unit:
+    """Live tokens of a sealed unit, exact.
 
     Attributes:
-        columns: Where they stand in the read.
-        exact: Their exact keys, FP32 ``[B, H, n, D]``.
+        span: Absolute.
+        keys: BF16 ``[B, H, n, D]``.
+        values: Likewise.
     """
 
-    columns: tuple[slice, ...]
-    exact: Tensor
+    span: Span
+    keys: Tensor
+    values: Tensor
+
+    def part(self, span: Span) -> _Unit:
+        """Some of its tokens, as a view."""
+        tokens = slice(span.start - self.span.start, span.stop - self.span.start)
+        return _Unit(span, self.keys[:, :, tokens], self.values[:, :, tokens])
 
 
 @dataclass
@@ -73,20 +71,30 @@ class _Layer:
     """What the recorder holds of one layer.
 
     Attributes:
-        exact: Absolute span and BF16 keys ``[B, H, n, D]`` of live sealed tokens, ascending.
+        exact: Live sealed tokens, ascending.
         calls: Attention calls seen.
-        reads: By end of the read: ``[4, B, H]`` sums in the order of ``FIELDS``.
+        reads: By end of the read: ``[6, 2, B, H]`` sums in the order of ``TALLIES``.
+        ages: ``[4, 2, B, H, ages]`` sums in the order of ``AGED``; None before the first sealed token is read.
         latest: Spans of the latest read and its sealed tokens: the passes of a chunk all read the same.
     """
 
-    exact: list[tuple[Span, Tensor]] = field(default_factory=list)
+    exact: list[_Unit] = field(default_factory=list)
     calls: int = 0
-    reads: dict[int, Float64[np.ndarray, "4 batch heads"]] = field(default_factory=dict)
-    latest: tuple[tuple[Span, ...], _Sealed | None] | None = None
+    reads: dict[int, Float64[np.ndarray, "tallies 2 batch heads"]] = field(default_factory=dict)
+    ages: Float64[np.ndarray, "aged 2 batch heads ages"] | None = None
+    latest: tuple[tuple[Span, ...], Sealed | None] | None = None
+
+    def add(self, end: int, tallies: slice, aged: slice, sums: Sums) -> None:
+        """Count sums in for some of the tallies."""
+        self.reads[end][tallies] += sums.total
+        held = np.zeros((len(AGED), *sums.by_age.shape[1:4], 0)) if self.ages is None else self.ages
+        more = max(0, sums.by_age.shape[-1] - held.shape[-1])
+        self.ages = np.pad(held, [(0, 0)] * 4 + [(0, more)])
+        self.ages[aged, ..., : sums.by_age.shape[-1]] += sums.by_age
 
 
 class Recorder(CacheObserver):
-    """Counts selection shifts and logit errors over sealed tokens, per video, layer, head and read.
+    """Counts what reconstructed keys and values do to attention, per video, layer, head and read, and by age.
 
     One recorder watches one rollout, of one video or of a batch.
 
@@ -103,10 +111,10 @@ class Recorder(CacheObserver):
         self._layers: dict[int, _Layer] = {}
 
     def sealed(self, cache: LayerCache, chunk: SealedChunk, keys: Tensor, values: Tensor) -> None:
-        """Keep a unit's exact keys."""
+        """Keep a unit's exact keys and values."""
         began = time.perf_counter()
         layer = self._layers.setdefault(cache.layer, _Layer())
-        layer.exact.append((Span(chunk.start, chunk.stop), keys.detach().clone()))
+        layer.exact.append(_Unit(Span(chunk.start, chunk.stop), keys.detach().clone(), values.detach().clone()))
         layer.latest = None
         self.seconds += time.perf_counter() - began
 
@@ -114,12 +122,10 @@ class Recorder(CacheObserver):
         """Drop evicted tokens."""
         layer = self._layers.setdefault(cache.layer, _Layer())
         kept = []
-        for span, keys in layer.exact:
-            for left in cut((span,), Span(start, stop)):
-                whole = left == span
-                kept.append(
-                    (left, keys if whole else keys[:, :, left.start - span.start : left.stop - span.start].clone())
-                )
+        for unit in layer.exact:
+            for left in cut((unit.span,), Span(start, stop)):
+                part = unit.part(left)
+                kept.append(unit if left == unit.span else _Unit(left, part.keys.clone(), part.values.clone()))
         layer.exact = kept
         layer.latest = None
 
@@ -134,15 +140,18 @@ class Recorder(CacheObserver):
         """Score a sample of the call's queries."""
         began = time.perf_counter()
         layer = self._layers.setdefault(cache.layer, _Layer())
-        sums = layer.reads.setdefault(spans[-1].stop, np.zeros((len(FIELDS), *keys.shape[:2])))
+        end, block = spans[-1].stop, queries.shape[2]
+        layer.reads.setdefault(end, np.zeros((len(TALLIES), 2, *keys.shape[:2])))
         if layer.latest is None or layer.latest[0] != tuple(spans):
-            layer.latest = (tuple(spans), _sealed_tokens(layer.exact, spans))
+            sealed = _sealed_tokens(layer.exact, spans, block)
+            layer.latest = (tuple(spans), sealed)
+            if sealed is not None:
+                layer.add(end, slice(len(OF_CALLS), None), slice(2, None), of_tokens(keys, values, sealed))
         sealed = layer.latest[1]
         if sealed is not None:
-            tokens = torch.from_numpy(sample_tokens(queries.shape[2], self.samples, layer.calls))
-            parts = [keys[:, :, columns] for columns in sealed.columns]
-            read = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-            sums += _score(queries[:, :, tokens], sealed.exact, read.float())
+            tokens = torch.from_numpy(sample_tokens(block, self.samples, layer.calls))
+            sums = of_call(queries[:, :, tokens], keys, values, sealed)
+            layer.add(end, slice(len(OF_CALLS)), slice(2), sums)
         layer.calls += 1
         self.seconds += time.perf_counter() - began
 
@@ -152,37 +161,49 @@ class Recorder(CacheObserver):
             return ()
         layers = [self._layers[index] for index in sorted(self._layers)]
         ends = sorted({end for layer in layers for end in layer.reads})
-        template = np.zeros_like(next(iter(layers[0].reads.values()))) if layers[0].reads else np.zeros((4, 0, 0))
-        sums = np.array([[layer.reads.get(end, template) for end in ends] for layer in layers])
-        by_video = sums.transpose(3, 2, 0, 4, 1)  # layer, read, field, video, head -> video, field, layer, head, read
-        return tuple(Recording(**dict(zip(FIELDS, fields, strict=True))) for fields in by_video)
+        shape = next((found.shape for layer in layers for found in layer.reads.values()), (len(TALLIES), 2, 0, 0))
+        reads = np.array([[layer.reads.get(end, np.zeros(shape)) for end in ends] for layer in layers])
+        reads = reads.reshape(len(layers), len(ends), *shape).transpose(4, 2, 3, 0, 5, 1)
+        by_age = _by_age(layers, shape[2:])
+        return tuple(_recording(sums, aged) for sums, aged in zip(reads, by_age, strict=True))
 
 
-def _sealed_tokens(exact: Sequence[tuple[Span, Tensor]], spans: Sequence[Span]) -> _Sealed | None:
+def _by_age(layers: Sequence[_Layer], shape: tuple[int, ...]) -> Float64[np.ndarray, "batch aged 2 layers heads ages"]:
+    most = max((layer.ages.shape[-1] for layer in layers if layer.ages is not None), default=0)
+    grid = np.zeros((len(layers), len(AGED), 2, *shape, most))
+    for index, layer in enumerate(layers):
+        if layer.ages is not None:
+            grid[index, ..., : layer.ages.shape[-1]] = layer.ages
+    return grid.transpose(3, 1, 2, 0, 4, 5)
+
+
+def _recording(
+    sums: Float64[np.ndarray, "tallies 2 layers heads reads"], aged: Float64[np.ndarray, "aged 2 layers heads ages"]
+) -> Recording:
+    by_age = dict(zip(AGED, aged, strict=True))
+    return Recording(**{name: Tally(*pair, *by_age.get(name, ())) for name, pair in zip(TALLIES, sums, strict=True)})
+
+
+def _sealed_tokens(exact: Sequence[_Unit], spans: Sequence[Span], block: int) -> Sealed | None:
     """The sealed tokens of a read of ``spans``; None where there are none."""
     columns: list[slice] = []
-    parts = []
+    parts: list[_Unit] = []
     offset = 0
     for read in spans:
-        for span, keys in exact:
-            common = overlap(read, span)
+        for unit in exact:
+            common = overlap(read, unit.span)
             if common is not None:
                 first = offset + common.start - read.start
                 begun = columns.pop().start if columns and columns[-1].stop == first else first
                 columns.append(slice(begun, first + common.tokens))
-                parts.append(keys[:, :, common.start - span.start : common.stop - span.start])
+                parts.append(unit.part(common))
         offset += read.tokens
-    return _Sealed(tuple(columns), torch.cat(parts, 2).float()) if parts else None
-
-
-def _score(queries: Tensor, exact: Tensor, approximate: Tensor) -> Float64[np.ndarray, "4 batch heads"]:
-    """Sums in the order of ``FIELDS`` over sampled queries ``[B, Hq, t, D]``; query heads of a KV head are pooled."""
-    batch, heads, _, channels = exact.shape
-    pooled = queries.detach().float().reshape(batch, heads, -1, channels) * channels**-0.5
-    true, rebuilt = pooled @ exact.mT, pooled @ approximate.mT
-    shifted = (true.argmax(-1) != rebuilt.argmax(-1)).double().sum(-1)
-    # A shift of all of a query's logits changes no attention weight, so energies are taken around the mean.
-    tokens = exact.shape[2]
-    energies = [tokens * x.var(-1, correction=0).double().sum(-1) for x in (rebuilt - true, true)]
-    count = torch.full_like(shifted, pooled.shape[2])
-    return torch.stack([count, shifted, *energies]).cpu().numpy()
+    if not parts:
+        return None
+    return Sealed(
+        tuple(columns),
+        gaps(columns, offset),
+        torch.cat([part.keys for part in parts], 2).float(),
+        torch.cat([part.values for part in parts], 2).float(),
+        ages(tokens_of([part.span for part in parts]), spans[-1].stop, block),
+    )

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import jinja2
 
-from quantwm_eval import figures, markdown, summary
+from quantwm_eval import figures, films, markdown, summary
 from quantwm_eval.experiment import CONTROL
+from quantwm_eval.films import VIDEOS
 from quantwm_eval.gallery import TRUTH, Gallery, Reel, data_uri
 from quantwm_eval.results import Results
 
 PAGE = "report.html"
 TABLES = "report.md"
-VIDEOS = "videos"
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,26 @@ def write(folder: Path, results: Results, gallery: Gallery) -> tuple[Path, ...]:
         OSError: A file cannot be written.
     """
     reels = list(gallery.reels())
-    written = [folder / PAGE, folder / TABLES]
-    written[0].write_text(page(results, gallery, reels), encoding="utf-8")
-    written[1].write_text(markdown.render(results, headline(results)), encoding="utf-8")
+    written = list(write_page(folder, results, gallery, reels))
     if reels:
         written.append(folder / VIDEOS)
         written[-1].mkdir(exist_ok=True)
     for reel in reels:
         for tile in reel.tiles:
-            stem = f"{reel.kind}-{reel.scene}-{tile.label}".replace(":", "-").replace("/", "-")
-            (folder / VIDEOS / f"{stem}.mp4").write_bytes(tile.film)
+            (folder / VIDEOS / f"{films.stem(reel.kind, reel.scene, tile.label)}.mp4").write_bytes(tile.film)
     return tuple(written)
+
+
+def write_page(folder: Path, results: Results, gallery: Gallery, reels: Sequence[Reel]) -> tuple[Path, Path]:
+    """Write page and tables into a folder that exists.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    written = folder / PAGE, folder / TABLES
+    written[0].write_text(page(results, gallery, reels), encoding="utf-8")
+    written[1].write_text(markdown.render(results, headline(results)), encoding="utf-8")
+    return written
 
 
 def page(results: Results, gallery: Gallery, reels: Sequence[Reel]) -> str:

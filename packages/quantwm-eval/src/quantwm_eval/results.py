@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from quantwm_eval.provenance import Provenance
 
 FORMAT = "quantwm-results"
 VERSION = 1
+
+Key: TypeAlias = tuple[str, int, int, str]
+"""Kind, scene, seed and method of a cell."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Cell:
         method: Label of the method.
         valid: Whether the BF16 control of this episode was exact.
         measurement: The figures of all metrics.
+        reference: SHA-256 of the video that it was compared with; empty in files of early versions.
     """
 
     kind: str
@@ -42,6 +46,12 @@ class Cell:
     method: str
     valid: bool
     measurement: Measurement
+    reference: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What tells it from the other cells of its experiment."""
+        return self.kind, self.scene, self.seed, self.method
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,11 @@ class Results:
         """Whether every BF16 control was exact."""
         return all(cell.valid for cell in self.cells)
 
+    @property
+    def missing(self) -> int:
+        """Cells that are not measured yet."""
+        return len({*self.experiment.keys()} - {cell.key for cell in self.cells})
+
 
 def header_line(experiment: Experiment, provenance: Provenance) -> str:
     """First line of a results file."""
@@ -72,22 +87,24 @@ def header_line(experiment: Experiment, provenance: Provenance) -> str:
         "experiment": experiment.to_json(),
         "provenance": provenance.to_json(),
     }
-    return _dump(head)
+    return dump(head)
 
 
 def cell_line(cell: Cell) -> str:
     """Line of a cell."""
     measured = cell.measurement
-    return _dump(
+    return dump(
         {
             "kind": cell.kind,
             "scene": cell.scene,
             "seed": cell.seed,
             "method": cell.method,
             "valid": cell.valid,
+            "reference": cell.reference,
             "values": dict(measured.values),
             "curves": {name: curve.tolist() for name, curve in measured.curves.items()},
             "maps": {name: grid.tolist() for name, grid in measured.maps.items()},
+            "ages": {name: curve.tolist() for name, curve in measured.ages.items()},
         }
     )
 
@@ -105,7 +122,20 @@ def load(path: Path) -> Results:
         FormatError: The file is foreign, broken or of a newer version; the message names the line.
         OSError: It cannot be read.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
+    return parse(path, path.read_text(encoding="utf-8"))
+
+
+def parse(path: Path, text: str) -> Results:
+    """Read the text of a results file.
+
+    Args:
+        path: Its file, for messages.
+        text: Its lines.
+
+    Raises:
+        FormatError: As :func:`load`.
+    """
+    lines = text.splitlines()
     plain = [_parse(path, number, line) for number, line in enumerate(lines, 1)]
     head = plain[0] if plain else {}
     if head.get("format") != FORMAT:
@@ -127,8 +157,10 @@ def _cell(path: Path, number: int, line: Mapping[str, Any]) -> Cell:
             {name: float(value) for name, value in line["values"].items()},
             {name: np.array(curve, np.float64) for name, curve in line["curves"].items()},
             {name: np.array(grid, np.float64) for name, grid in line["maps"].items()},
+            {name: np.array(curve, np.float64) for name, curve in line.get("ages", {}).items()},
         )
-        return Cell(line["kind"], line["scene"], line["seed"], line["method"], line["valid"], measured)
+        key = line["kind"], line["scene"], line["seed"], line["method"]
+        return Cell(*key, line["valid"], measured, line.get("reference", ""))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"{path}: line {number} is not a cell: {error}") from error
 
@@ -143,7 +175,8 @@ def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     return parsed
 
 
-def _dump(value: Mapping[str, Any]) -> str:
+def dump(value: Mapping[str, Any]) -> str:
+    """A line of strict JSON; numbers that it does not know become strings, see above."""
     return json.dumps(_plain(value), allow_nan=False) + "\n"
 
 

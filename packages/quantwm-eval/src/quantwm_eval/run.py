@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
+from quantwm_core.errors import StateError
 from quantwm_eval import metrics
 from quantwm_eval.evidence import CacheBytes, Evidence, Frames, Seconds
 from quantwm_eval.experiment import CONTROL, Experiment, MethodChoice
 from quantwm_eval.host import Attached, Episode, Host
 from quantwm_eval.metric import Measurement
 from quantwm_eval.recorder import Recorder
-from quantwm_eval.results import Cell
+from quantwm_eval.results import Cell, Key
 
 Progress = Callable[[str], None]
 
@@ -54,22 +56,32 @@ class Meter:
         self.seconds += time.perf_counter() - began
 
 
-def count_chunks(experiment: Experiment, host: Host) -> int:
+def count_chunks(experiment: Experiment, host: Host, finished: Sequence[Cell] = ()) -> int:
     """How often :func:`run` calls its ``progress``: once per chunk of every video, references included.
 
     Raises:
         QuantWMError: The host cannot do the experiment.
     """
     host.check(experiment.scenes, experiment.frames, experiment.degrees)
+    known = {cell.key for cell in finished}
     one = experiment.scenes[:1]
-    lengths = [
-        len(host.episodes(kind, one, experiment.frames, experiment.degrees)[0].actions) for kind in experiment.kinds
-    ]
-    videos = len(experiment.scenes) * len(experiment.seeds) * (len(experiment.methods) + 1)
-    return videos * sum(length // host.chunk_frames for length in lengths)
+    chunks = {
+        kind: len(host.episodes(kind, one, experiment.frames, experiment.degrees)[0].actions) // host.chunk_frames
+        for kind in experiment.kinds
+    }
+    total = 0
+    for seed, kind, scenes in experiment.batches():
+        due = len(_due(experiment, seed, kind, scenes, known))
+        total += len(scenes) * chunks[kind] * (due + 1 if due else 0)
+    return total
 
 
-def run(experiment: Experiment, host: Host, progress: Progress = lambda _title: None) -> Iterator[Outcome]:
+def run(
+    experiment: Experiment,
+    host: Host,
+    progress: Progress = lambda _title: None,
+    finished: Sequence[Cell] = (),
+) -> Iterator[Outcome]:
     """Generate and measure, batch after batch of scenes, the BF16 control of a batch before its other methods.
 
     The reference is the model as it is, with its own BF16 cache. The control is the method ``bf16`` through the quantwm
@@ -80,17 +92,37 @@ def run(experiment: Experiment, host: Host, progress: Progress = lambda _title: 
         experiment: What to do.
         host: The model.
         progress: Called after every chunk of every video with what is being made.
+        finished: Cells of an earlier run of the same experiment, which are not yielded again. A batch is generated whole
+            even where only some of its cells are missing, so that their figures are those of an uninterrupted run.
 
     Raises:
         QuantWMError: The host cannot do it.
+        StateError: A reference is another one than finished cells were compared with.
     """
-    _warm_up(experiment, host)
-    for seed in experiment.seeds:
-        for start in range(0, len(experiment.scenes), experiment.batch):
-            scenes = experiment.scenes[start : start + experiment.batch]
-            for kind in experiment.kinds:
-                episodes = host.episodes(kind, scenes, experiment.frames, experiment.degrees)
-                yield from _measure_batch(experiment, host, episodes, seed, progress)
+    known = {cell.key: cell for cell in finished}
+    cold = True
+    for seed, kind, scenes in experiment.batches():
+        due = _due(experiment, seed, kind, scenes, known.keys())
+        if not due:
+            continue
+        if cold:
+            _warm_up(experiment, host)
+            cold = False
+        episodes = host.episodes(kind, scenes, experiment.frames, experiment.degrees)
+        for outcome in _measure_batch(experiment, host, episodes, seed, due, known, progress):
+            if outcome.cell.key not in known:
+                yield outcome
+
+
+def _due(
+    experiment: Experiment, seed: int, kind: str, scenes: Sequence[int], known: Set[Key]
+) -> tuple[MethodChoice, ...]:
+    """Methods of which a batch lacks a cell."""
+    return tuple(
+        method
+        for method in experiment.methods
+        if any((kind, scene, seed, method.label) not in known for scene in scenes)
+    )
 
 
 def _warm_up(experiment: Experiment, host: Host) -> None:
@@ -103,9 +135,15 @@ def _warm_up(experiment: Experiment, host: Host) -> None:
 
 
 def _measure_batch(
-    experiment: Experiment, host: Host, episodes: Sequence[Episode], seed: int, progress: Progress
+    experiment: Experiment,
+    host: Host,
+    episodes: Sequence[Episode],
+    seed: int,
+    due: Sequence[MethodChoice],
+    known: Mapping[Key, Cell],
+    progress: Progress,
 ) -> Iterator[Outcome]:
-    """All methods on a batch of episodes."""
+    """The methods that are due on a batch of episodes."""
     title = f"{episodes[0].kind} {'-'.join(str(number) for number in dict.fromkeys((episodes[0].scene, episodes[-1].scene)))}"
 
     def tick(method: str) -> None:
@@ -114,15 +152,38 @@ def _measure_batch(
 
     seeds = [seed] * len(episodes)
     references = host.generate(episodes, seeds, partial(tick, "reference"))
-    exact = [False] * len(episodes)
-    for method in experiment.methods:
+    digests = [hashlib.sha256(reference.tobytes()).hexdigest() for reference in references]
+    _check_references(experiment, episodes, seed, digests, known)
+    controls = [known.get((episode.kind, episode.scene, seed, CONTROL)) for episode in episodes]
+    exact = [control is not None and control.valid for control in controls]
+    for method in due:
         evidence = _roll_out(experiment, host, episodes, seeds, method, references, partial(tick, method.label))
         if method == MethodChoice(CONTROL):
             exact = [np.array_equal(found.video, wanted) for found, wanted in zip(evidence, references, strict=True)]
-        for episode, found, reference, valid in zip(episodes, evidence, references, exact, strict=True):
+        for index, (episode, found) in enumerate(zip(episodes, evidence, strict=True)):
             measured = measure(experiment.metrics, found)
-            cell = Cell(episode.kind, episode.scene, seed, method.label, valid, measured)
-            yield Outcome(cell, episode, found.video, reference)
+            key = episode.kind, episode.scene, seed, method.label
+            cell = Cell(*key, exact[index], measured, digests[index])
+            yield Outcome(cell, episode, found.video, references[index])
+
+
+def _check_references(
+    experiment: Experiment, episodes: Sequence[Episode], seed: int, digests: Sequence[str], known: Mapping[Key, Cell]
+) -> None:
+    """Refuse to put figures against two different references into one table.
+
+    Raises:
+        StateError: The model no longer generates the BF16 video that finished cells were compared with.
+    """
+    for episode, digest in zip(episodes, digests, strict=True):
+        for method in experiment.methods:
+            cell = known.get((episode.kind, episode.scene, seed, method.label))
+            if cell is not None and cell.reference not in ("", digest):
+                raise StateError(
+                    f"{episode.kind} {episode.scene}, seed {seed}: the model's BF16 video is another one than that which the "
+                    f"finished cell of {method.label!r} was compared with; its weights, the device or the number of threads "
+                    "have changed: start a new results file"
+                )
 
 
 def _roll_out(
@@ -166,4 +227,5 @@ def measure(names: Sequence[str], evidence: Evidence) -> Measurement:
         {name: value for one in found for name, value in one.values.items()},
         {name: curve for one in found for name, curve in one.curves.items()},
         {name: grid for one in found for name, grid in one.maps.items()},
+        {name: curve for one in found for name, curve in one.ages.items()},
     )

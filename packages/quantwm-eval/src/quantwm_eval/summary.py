@@ -70,13 +70,18 @@ def quantities(results: Results) -> dict[str, Quantity]:
     return {name: found[name] for name in dict.fromkeys((*order, *found))}
 
 
-def values(cells: Sequence[Cell], kind: str, method: str, quantity: str) -> list[float]:
+def by_scene(cells: Sequence[Cell], kind: str, method: str, quantity: str) -> dict[int, float]:
     """One value per scene, seeds averaged; scenes that were not measured are left out."""
-    by_scene: dict[int, list[float]] = {}
+    found: dict[int, list[float]] = {}
     for cell in cells:
         if cell.kind == kind and cell.method == method and quantity in cell.measurement.values:
-            by_scene.setdefault(cell.scene, []).append(cell.measurement.values[quantity])
-    return [sum(found) / len(found) for _, found in sorted(by_scene.items())]
+            found.setdefault(cell.scene, []).append(cell.measurement.values[quantity])
+    return {scene: sum(values) / len(values) for scene, values in sorted(found.items())}
+
+
+def values(cells: Sequence[Cell], kind: str, method: str, quantity: str) -> list[float]:
+    """The values of :func:`by_scene`."""
+    return list(by_scene(cells, kind, method, quantity).values())
 
 
 def estimate(results: Results, kind: str, method: str, quantity: str) -> Estimate:
@@ -85,20 +90,29 @@ def estimate(results: Results, kind: str, method: str, quantity: str) -> Estimat
     return proportion(found) if quantity in COUNTED else bootstrap(found)
 
 
-def main_table(results: Results) -> Table:
-    """The table that goes into a message: one row per method."""
+def main_columns(results: Results) -> list[tuple[Quantity, str]]:
+    """Quantities of the main table, each with the kind of episode that it is taken from."""
     kinds, known = results.experiment.kinds, quantities(results)
     columns = [
         (known[name], kind if kind in kinds or name in COUNTED else kinds[0]) for name, kind in MAIN if name in known
     ]
-    return _table(results, "Methods", [column for column in columns if column[1] in kinds])
+    return [column for column in columns if column[1] in kinds]
+
+
+def all_columns(results: Results, kind: str) -> list[tuple[Quantity, str]]:
+    """Everything that was measured on one kind of episode."""
+    measured = {name for cell in results.cells if cell.kind == kind for name in cell.measurement.values}
+    return [(quantity, kind) for quantity in quantities(results).values() if quantity.name in measured]
+
+
+def main_table(results: Results) -> Table:
+    """The table that goes into a message: one row per method."""
+    return _table(results, "Methods", main_columns(results))
 
 
 def detail_table(results: Results, kind: str) -> Table:
-    """Everything that was measured on one kind of episode."""
-    measured = {name for cell in results.cells if cell.kind == kind for name in cell.measurement.values}
-    found = [(quantity, kind) for quantity in quantities(results).values() if quantity.name in measured]
-    return _table(results, f"All figures, {kind} scenes", found)
+    """A table of :func:`all_columns`."""
+    return _table(results, f"All figures, {kind} scenes", all_columns(results, kind))
 
 
 def _table(results: Results, title: str, columns: Sequence[tuple[Quantity, str]]) -> Table:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from quantwm_core.errors import ShapeError
-from quantwm_eval.evidence import Curve, Evidence, Frames, check_pair
-from quantwm_eval.metric import Measurement, Metric, Quantity
+from quantwm_eval.evidence import Curve, Frames, check_pair
+from quantwm_eval.metric import Measurement, Quantity, Walk, walking
 
 
 def flicker_errors(video: Frames, reference: Frames) -> Curve:
@@ -52,19 +52,18 @@ def excess_flicker(video: Frames, reference: Frames) -> float:
     return float(np.sqrt(flicker_errors(video, reference).mean()))
 
 
-def _measure(evidence: Evidence) -> Measurement:
-    errors = flicker_errors(evidence.video, evidence.need("reference"))
+def _conclude(errors: Curve) -> Measurement:
     curve = np.sqrt(errors)
     values = {"excess_flicker": float(np.sqrt(errors.mean())), "excess_flicker_max": float(curve.max())}
     return Measurement(values, {"excess_flicker": curve})
 
 
-METRIC = Metric(
+METRIC = walking(
     "excess_flicker",
     (
         Quantity("excess_flicker", "Excess flicker", "grey levels", "lower", 0.0, 510.0),
         Quantity("excess_flicker_max", "Flicker maximum", "grey levels", "lower", 0.0, 510.0),
     ),
     ("reference",),
-    _measure,
+    Walk(flicker_errors, 1, _conclude),
 )

@@ -7,8 +7,8 @@ import math
 import numpy as np
 from jaxtyping import UInt8
 
-from quantwm_eval.evidence import Curve, Evidence, Frames, check_pair
-from quantwm_eval.metric import Measurement, Metric, Quantity
+from quantwm_eval.evidence import Curve, Frames, check_pair
+from quantwm_eval.metric import Measurement, Quantity, Walk, walking
 
 
 def frame_errors(video: Frames, reference: Frames) -> Curve:
@@ -57,10 +57,9 @@ def _squared_error(frame: UInt8[np.ndarray, "height width 3"], reference: UInt8[
     return float(np.square(difference).mean())
 
 
-def _measure(evidence: Evidence) -> Measurement:
-    errors = frame_errors(evidence.video, evidence.need("reference"))
+def _conclude(errors: Curve) -> Measurement:
     curve = np.array([decibels(float(error)) for error in errors])
     return Measurement({"psnr": decibels(float(errors.mean()))}, {"psnr": curve})
 
 
-METRIC = Metric("psnr", (Quantity("psnr", "PSNR", "dB", "higher"),), ("reference",), _measure)
+METRIC = walking("psnr", (Quantity("psnr", "PSNR", "dB", "higher"),), ("reference",), Walk(frame_errors, 0, _conclude))

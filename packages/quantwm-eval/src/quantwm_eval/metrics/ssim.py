@@ -9,8 +9,8 @@ from jaxtyping import Float64, UInt8
 from scipy.ndimage import correlate1d
 
 from quantwm_core.errors import ShapeError
-from quantwm_eval.evidence import Curve, Evidence, Frames, check_pair
-from quantwm_eval.metric import Measurement, Metric, Quantity
+from quantwm_eval.evidence import Curve, Frames, check_pair
+from quantwm_eval.metric import Measurement, Quantity, Walk, walking
 
 RADIUS = 5
 SIGMA = 1.5
@@ -69,9 +69,10 @@ def _windowed(image: Image) -> Image:
     return means[RADIUS:-RADIUS, RADIUS:-RADIUS]
 
 
-def _measure(evidence: Evidence) -> Measurement:
-    curve = ssim(evidence.video, evidence.need("reference"))
+def _conclude(curve: Curve) -> Measurement:
     return Measurement({"ssim": float(curve.mean())}, {"ssim": curve})
 
 
-METRIC = Metric("ssim", (Quantity("ssim", "SSIM", "", "higher", -1.0, 1.0, 4),), ("reference",), _measure)
+METRIC = walking(
+    "ssim", (Quantity("ssim", "SSIM", "", "higher", -1.0, 1.0, 4),), ("reference",), Walk(ssim, 0, _conclude)
+)

@@ -7,8 +7,25 @@ import itertools
 import numpy as np
 
 from quantwm_core.errors import ShapeError
-from quantwm_eval.evidence import Evidence, Frames, check_video
-from quantwm_eval.metric import Measurement, Metric, Quantity
+from quantwm_eval.evidence import Curve, Frames, check_video
+from quantwm_eval.metric import Measurement, Quantity, Walk, walking
+
+
+def frame_differences(video: Frames) -> Curve:
+    """Mean absolute difference of each pair of consecutive frames, in FP32 as VBench computes it.
+
+    Returns:
+        float64 ``[T - 1]`` of FP32 numbers, grey levels.
+
+    Raises:
+        DtypeError: The video is not uint8.
+        ShapeError: Fewer than two frames.
+    """
+    check_video(video)
+    if len(video) < 2:
+        raise ShapeError("video: got one frame, temporal flickering needs at least two")
+    differences = [np.mean(np.abs(a.astype(np.float32) - b.astype(np.float32))) for a, b in itertools.pairwise(video)]
+    return np.array(differences, np.float64)
 
 
 def temporal_flickering(video: Frames) -> float:
@@ -29,20 +46,20 @@ def temporal_flickering(video: Frames) -> float:
     >>> temporal_flickering(np.zeros((3, 2, 2, 3), np.uint8))
     1.0
     """
-    check_video(video)
-    if len(video) < 2:
-        raise ShapeError("video: got one frame, temporal flickering needs at least two")
-    differences = [np.mean(np.abs(a.astype(np.float32) - b.astype(np.float32))) for a, b in itertools.pairwise(video)]
-    return float((255.0 - np.mean(np.array(differences)).item()) / 255.0)
+    return _score(frame_differences(video))
 
 
-def _measure(evidence: Evidence) -> Measurement:
-    return Measurement({"temporal_flickering": temporal_flickering(evidence.video)})
+def _score(differences: Curve) -> float:
+    return float((255.0 - np.mean(differences.astype(np.float32)).item()) / 255.0)
 
 
-METRIC = Metric(
+def _conclude(differences: Curve) -> Measurement:
+    return Measurement({"temporal_flickering": _score(differences)})
+
+
+METRIC = walking(
     "temporal_flickering",
     (Quantity("temporal_flickering", "VBench temporal flickering", "", "higher", 0.0, 1.0, 4),),
     (),
-    _measure,
+    Walk(lambda video, _reference: frame_differences(video), 1, _conclude),
 )

@@ -1,0 +1,71 @@
+"""Words of a command line to values, with a message where they are none."""
+
+from __future__ import annotations
+
+import argparse
+
+from quantwm_core.errors import QuantWMError
+from quantwm_eval import metrics
+from quantwm_eval.experiment import MethodChoice
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: need a whole number of at least 1")
+    return number
+
+
+def natural(text: str) -> int:
+    """A whole number of at least 0."""
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r}: need a whole number of at least 0")
+    return int(text)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers and ranges of them.
+
+    >>> numbers("0-3,8")
+    (0, 1, 2, 3, 8)
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        try:
+            begin, end = natural(first), natural(last if dash else first)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: need whole numbers and ranges, as in 0-3,8") from error
+        if end < begin or end - begin >= 100_000:
+            raise argparse.ArgumentTypeError(f"{text!r}: {part} is no range that can be counted")
+        found += range(begin, end + 1)
+    return tuple(found)
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Words between commas."""
+    return tuple(word.strip() for word in text.split(","))
+
+
+def method_list(text: str) -> tuple[MethodChoice, ...]:
+    """Methods between commas, each known and with settings that it takes."""
+    try:
+        chosen = tuple(MethodChoice.parse(one) for one in text.split(","))
+        for method in chosen:
+            method.scheme(chunks_per_seal=1)
+            _ = method.window
+    except QuantWMError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return chosen
+
+
+def metric_list(text: str) -> tuple[str, ...]:
+    """Metrics between commas, each known, none twice."""
+    found = tuple(dict.fromkeys(words(text)))
+    try:
+        for name in found:
+            metrics.get(name)
+    except QuantWMError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return found

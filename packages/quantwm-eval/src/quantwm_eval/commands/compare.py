@@ -1,0 +1,72 @@
+"""``quantwm compare``: two videos or two folders of them, without any model."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from quantwm_core.errors import ParameterError, StateError
+from quantwm_eval import compare, metrics, provenance
+from quantwm_eval.commands.answer import BAD_OPTIONS, Answer, Tell
+from quantwm_eval.commands.arguments import metric_list
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add its options."""
+    told = """\
+        Scores a video against a reference by every metric that needs nothing but pictures. Each of the two is a video
+        file, a folder of frames (pictures, in the order of the numbers in their names), or a folder of either kind,
+        whose members are matched by name."""
+    one = commands.add_parser(
+        "compare",
+        help="any two videos, or two folders of videos, by every metric of pictures",
+        description=textwrap.fill(textwrap.dedent(told), 100),
+        epilog=f"metrics: {', '.join(compare.names())}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    one.add_argument("video", type=Path, metavar="VIDEO", help="what is judged")
+    one.add_argument("reference", type=Path, metavar="REFERENCE", help="what it should look like")
+    one.add_argument("--metrics", type=metric_list, metavar="A,B,...", help="only these (default: all)")
+    one.add_argument("--out", type=Path, metavar="FILE.json", help="write figures and curves over frames as JSON")
+    one.add_argument("--overwrite", action="store_true", help="replace FILE.json if it exists")
+    one.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer:
+    """Do it."""
+    try:
+        wanted = _wanted(options.metrics, tell)
+        if options.out is not None and options.out.exists() and not options.overwrite:
+            raise StateError(f"--out {options.out}: exists; name another file, or add --overwrite")
+        pairs = compare.match(options.video, options.reference)
+    except (ParameterError, StateError) as error:
+        return Answer("", f"quantwm compare: {error}", BAD_OPTIONS)
+    scores = [compare.score(pair, wanted) for pair in tqdm(pairs, unit="video", disable=None, leave=False)]
+    if options.out is not None:
+        options.out.write_text(compare.to_json(scores, provenance.collect(given)), encoding="utf-8")
+    return Answer(compare.table(scores, wanted))
+
+
+def _wanted(chosen: tuple[str, ...] | None, tell: Tell) -> list[str]:
+    """Metrics to apply: those asked for, or all that are installed.
+
+    Raises:
+        ParameterError: One that was asked for needs more than pictures, or is not installed.
+    """
+    for name in chosen or ():
+        metric = metrics.get(name)
+        if not metric.pictorial:
+            raise ParameterError(
+                f"metric {name!r} needs more than pictures ({', '.join(metric.needs)}); known: {', '.join(compare.names())}"
+            )
+        if not metric.installed:
+            raise ParameterError(f"metric {name!r} needs the module {metric.module}, which is not installed")
+    names = chosen or compare.names()
+    lacking = [name for name in names if not metrics.get(name).installed]
+    if lacking:
+        tell(f"left out: {', '.join(f'{name} (needs the module {metrics.get(name).module})' for name in lacking)}")
+    return [name for name in names if name not in lacking]

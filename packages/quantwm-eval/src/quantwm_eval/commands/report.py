@@ -1,0 +1,77 @@
+"""``quantwm report``: stored results as a page, as tables, as numbers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from quantwm_core.errors import QuantWMError, StateError
+from quantwm_eval import films, markdown, merge, paired, report, tables
+from quantwm_eval.commands.answer import BAD_OPTIONS, FAILED, Answer, Tell
+from quantwm_eval.gallery import Gallery
+from quantwm_eval.output import RESULTS
+from quantwm_eval.results import Results
+
+FORMATS = ("html", "table", "markdown", "csv")
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add its options."""
+    one = commands.add_parser(
+        "report",
+        help="results files as one HTML page, or as tables",
+        description="Renders results files. Several are taken as parts of one experiment: other scenes, seeds or methods.",
+    )
+    one.add_argument(
+        "results", type=Path, nargs="+", metavar="RESULTS", help="results.jsonl, or the folder that holds it"
+    )
+    one.add_argument("--format", choices=FORMATS, default="html", help="html is written, the others are printed")
+    one.add_argument("--against", metavar="METHOD", help="show differences from it, over the same scenes")
+    one.add_argument("--all", action="store_true", help="table: every quantity, not the main ones only")
+    one.add_argument("--videos", type=Path, metavar="DIR", help="html: kept videos (default: videos/ beside RESULTS)")
+    one.add_argument("--out", type=Path, metavar="DIR", help="html: folder (default: that of the first RESULTS)")
+    one.add_argument("--overwrite", action="store_true", help="html: replace a page that is there")
+    one.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, _given: Sequence[str], tell: Tell) -> Answer:
+    """Do it."""
+    paths = [path / RESULTS if path.is_dir() else path for path in options.results]
+    try:
+        found = merge.load(paths)
+        against = paired.opponent(found, options.against)
+        if options.format == "html":
+            text = _page(options, found, paths[0].parent)
+        elif options.format == "table":
+            text = tables.text(found, against, options.all)
+        elif options.format == "csv":
+            text = tables.comma_separated(found, against).rstrip("\n")
+        else:
+            text = markdown.render(found, report.headline(found)).rstrip("\n")
+    except QuantWMError as error:
+        return Answer("", f"quantwm report: {error}", BAD_OPTIONS)
+    if found.missing:
+        tell(f"incomplete: {len(found.cells)} of {len(found.cells) + found.missing} cells are measured")
+    if found.valid:
+        return Answer(text)
+    return Answer(text, "quantwm report: INVALID, a BF16 control differed from its reference", FAILED)
+
+
+def _page(options: argparse.Namespace, found: Results, beside: Path) -> str:
+    """Write the page and its Markdown.
+
+    Raises:
+        StateError: One of them is there already, or the folder of videos is not.
+    """
+    folder: Path = options.out or beside
+    if options.videos is not None and not options.videos.is_dir():
+        raise StateError(f"--videos {options.videos}: there is no such folder")
+    for name in (report.PAGE, report.TABLES):
+        if (folder / name).exists() and not options.overwrite:
+            raise StateError(f"{folder / name}: exists; name another folder with --out, or add --overwrite")
+    folder.mkdir(parents=True, exist_ok=True)
+    reels = list(films.reels(options.videos or beside / films.VIDEOS, found.experiment))
+    rate = reels[0].rate if reels else 1
+    written = report.write_page(folder, found, Gallery(rate), reels)
+    return "\n".join((report.headline(found), *map(str, written)))

@@ -1,0 +1,100 @@
+"""A results file that a run may be killed over, and be taken up again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantwm_core.errors import FormatError, StateError
+from quantwm_eval import results
+from quantwm_eval.experiment import Experiment
+from quantwm_eval.provenance import Provenance
+from quantwm_eval.results import Results
+
+MACHINE = ("platform", "cores", "threads")
+"""What must be equal, beside versions, for times to stand in one table."""
+
+
+def begin(path: Path, experiment: Experiment, provenance: Provenance) -> Results:
+    """Make a results file ready to be appended to.
+
+    Where there is none it is made, with its first line whole or not at all. One that exists must be of the same
+    experiment, versions and machine; a last line that was cut off in the middle is removed, everything else stays.
+
+    Args:
+        path: The file.
+        experiment: What is to be measured.
+        provenance: What it is to be measured with.
+
+    Returns:
+        What the file holds, with its own provenance.
+
+    Raises:
+        StateError: The file is of another experiment, another version or another machine; the message says what differs,
+            and the file is left as it was.
+        FormatError: The file is foreign, broken before its last line, or holds a cell twice or that does not belong to it.
+        OSError: It cannot be read or written.
+    """
+    if not path.exists():
+        whole = path.with_name(f".{path.name}.new")
+        whole.write_text(results.header_line(experiment, provenance), encoding="utf-8")
+        whole.replace(path)
+        return Results(experiment, provenance, ())
+    found, length = read(path)
+    unlike = _differences(found, experiment, provenance)
+    if unlike:
+        raise StateError(f"{path}: belongs to another run: {'; '.join(unlike)}; name another file to keep both")
+    if length < path.stat().st_size:
+        with path.open("r+b") as file:
+            file.truncate(length)
+    return found
+
+
+def read(path: Path) -> tuple[Results, int]:
+    """Read a results file that may lack the end of its last line.
+
+    Returns:
+        Its whole lines, and how many bytes they take.
+
+    Raises:
+        FormatError, OSError: As :func:`begin`.
+    """
+    content = path.read_bytes()
+    length = content.rfind(b"\n") + 1
+    try:
+        text = content[:length].decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: not a quantwm results file: {error}") from error
+    found = results.parse(path, text)
+    counts = Counter(cell.key for cell in found.cells)
+    twice = [key for key, count in counts.items() if count > 1]
+    strange = counts.keys() - {*found.experiment.keys()}
+    if twice or strange:
+        key = twice[0] if twice else min(strange)
+        what = "is there twice" if twice else "is none of its experiment"
+        raise FormatError(f"{path}: the cell {' '.join(map(str, key))} {what}; do two runs write this file?")
+    return found, length
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """What two sets of settings differ in, in words.
+
+    >>> differing({"frames": 40, "seeds": [0]}, {"frames": 64, "seeds": [0]})
+    ['frames 40 there, 64 here']
+    """
+    names = dict.fromkeys((*there, *here))
+    return [
+        f"{name} {there.get(name)} there, {here.get(name)} here" for name in names if there.get(name) != here.get(name)
+    ]
+
+
+def _differences(found: Results, experiment: Experiment, provenance: Provenance) -> list[str]:
+    theirs, ours = found.provenance.to_json(), provenance.to_json()
+    machine = [{name: plain[name] for name in MACHINE} for plain in (theirs, ours)]
+    return [
+        *differing(found.experiment.to_json(), experiment.to_json()),
+        *differing(theirs["versions"], ours["versions"]),
+        *differing(*machine),
+    ]

@@ -1,0 +1,76 @@
+"""Results for a terminal and for a spreadsheet: means with n, intervals, and differences over the same scenes."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+from quantwm_eval import paired, summary, text_table
+from quantwm_eval.estimate import Estimate
+from quantwm_eval.metric import Quantity
+from quantwm_eval.results import Results
+
+COLUMNS = (
+    "kind", "quantity", "unit", "better", "method", "n", "mean", "low", "high",
+    "against", "pairs", "difference", "difference_low", "difference_high",
+)  # fmt: skip
+
+
+def columns(results: Results, everything: bool) -> list[tuple[Quantity, str]]:
+    """Quantities of the main table, or all, each with its kind of episode."""
+    if not everything:
+        return summary.main_columns(results)
+    return [column for kind in results.experiment.kinds for column in summary.all_columns(results, kind)]
+
+
+def text(results: Results, against: str | None = None, everything: bool = False) -> str:
+    """A block for each quantity, a line for each method.
+
+    Args:
+        results: What was measured.
+        against: The method whose values are subtracted, scene by scene; None for no differences.
+        everything: Whether all quantities are shown, not those of the main table only.
+    """
+    blocks = []
+    for quantity, kind in columns(results, everything):
+        heads = ["method", "n", "mean", "95 % interval"]
+        lines = [heads if against is None else [*heads, f"minus {against}", "95 % interval"]]
+        for row in paired.rows(results, quantity, kind, against):
+            shown = summary.entry(quantity, row.found, best=False)
+            line = [row.label, str(row.found.n), shown.text, shown.interval]
+            lines.append(line if against is None else [*line, *_difference(quantity, row.difference)])
+        blocks.append(f"{kind}: {summary.head(quantity)}\n{text_table.grid(lines)}")
+    notes = ["n: scenes; seeds of a scene are averaged first."]
+    if against is not None:
+        notes.append("*: the interval of the difference over the same scenes leaves zero out.")
+    return "\n\n".join([*blocks, " ".join(notes)])
+
+
+def comma_separated(results: Results, against: str | None = None) -> str:
+    """Every quantity and method as a line of CSV, numbers in full, empty where nothing was measured."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for quantity, kind in columns(results, everything=True):
+        for row in paired.rows(results, quantity, kind, against):
+            named = [kind, quantity.name, quantity.unit, quantity.better, row.label]
+            other = "" if against in (None, row.label) else against
+            writer.writerow([*named, *_numbers(row.found), other, *_numbers(row.difference)])
+    return buffer.getvalue()
+
+
+def _difference(quantity: Quantity, found: Estimate) -> tuple[str, str]:
+    if found.n == 0:
+        return "", ""
+    low, high = _signed(quantity, found.low), _signed(quantity, found.high)
+    mark = " *" if paired.certain(found) else ""
+    return f"{_signed(quantity, found.mean)}{mark}", "" if low == high else f"{low} to {high}"
+
+
+def _signed(quantity: Quantity, value: float) -> str:
+    text = summary.number(quantity, value)
+    return text if text.startswith("-") else f"+{text}"
+
+
+def _numbers(found: Estimate) -> tuple[int | str, ...]:
+    return (found.n, *((repr(x) for x in (found.mean, found.low, found.high)) if found.n else ("", "", "")))
