@@ -149,10 +149,11 @@ def test_a_plan_waits_for_nothing_allocates_nothing_and_compiles_once(gpu: torch
 @pytest.mark.gpu
 def test_a_plan_and_a_single_read_made_on_a_busy_stream_serve_another(gpu: torch.device) -> None:
     warm, _, outputs = plan_of(gpu)
-    warm.into(*outputs)  # compiled
+    single = [poison(1, 2, 111, CHANNELS, dtype=BF16, device=gpu) for _ in range(2)]
+    warm.into(*outputs)  # compiled, for a kernel that is loaded waits for the device
+    methods.decode_into(warm.pieces[0].chunk.keys, single[0], 11, 122)
     plan, check, outputs = plan_of(gpu)
     sealed = plan.pieces[0].chunk.keys
-    single = [poison(1, 2, 111, CHANNELS, dtype=BF16, device=gpu) for _ in range(2)]
     torch.cuda.synchronize()
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(first):

@@ -124,7 +124,7 @@ class PendingTensors:
         return self._sealed
 
 
-class Sealed(NamedTuple):
+class Finished(NamedTuple):
     """Tensors that were sealed at once, as on a CPU."""
 
     tensors: tuple[SealedTensor, ...]
@@ -142,7 +142,7 @@ class PendingChunk:
         start: Absolute position of its first token.
     """
 
-    def __init__(self, tensors: PendingTensors | Sealed, start: int) -> None:
+    def __init__(self, tensors: PendingTensors | Finished, start: int) -> None:
         self._tensors = tensors
         self._start = start
 

@@ -19,10 +19,11 @@ from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import SealedChunk, storage_nbytes
 from quantwm_kernels.launch import check_served
 from quantwm_kernels.reading import ReadPlan
+from quantwm_kernels.sealing import ACCEPTED
 from quantwm_kernels.statistics import second_moment
 from quantwm_models.causality import CausalQueries
 from quantwm_models.contents import Contents, KeyFrame, Sealing, located, placed
-from quantwm_models.geometry import ACCEPTED, Geometry, copied_chunk
+from quantwm_models.geometry import Geometry, copied_chunk
 from quantwm_models.observer import CacheObserver
 from quantwm_models.report import CacheReport
 from quantwm_models.stopwatch import Stopwatch

@@ -28,7 +28,7 @@ from quantwm_kernels import reading
 from quantwm_kernels.bridge import check_detached, owned, to_numpy
 from quantwm_kernels.chunk import SealedChunk, SealedTensor, description
 from quantwm_kernels.launch import check_available
-from quantwm_kernels.sealing import ACCEPTED, Asked, PendingChunk, PendingTensors, Sealed
+from quantwm_kernels.sealing import ACCEPTED, Asked, Finished, PendingChunk, PendingTensors
 from quantwm_kernels.statistics import QueryMoment
 
 
@@ -290,7 +290,7 @@ def begin_chunk(
         return PendingChunk(_begin(asked, moment), start)
     sealed_keys = seal(scheme.keys, "keys", keys, moment, before[0], label)
     sealed_values = seal(scheme.values, "values", values, moment, before[1], label)
-    return PendingChunk(Sealed((sealed_keys, sealed_values)), start)
+    return PendingChunk(Finished((sealed_keys, sealed_values)), start)
 
 
 def _begin(asked: Sequence[Asked], moment: QueryMoment | None) -> PendingTensors:

@@ -178,7 +178,11 @@ def _clustered(
     count: int,
 ) -> list[Arrays]:
     """Arrays of each tensor, streams as batch and heads."""
-    named = {**codes._asdict(), "index": index, "centroids": stored}
+    return _by_tensor(streams, {**codes._asdict(), "index": index, "centroids": stored}, count)
+
+
+def _by_tensor(streams: tuple[int, int], named: Mapping[str, tuple[Tensor, Tensor]], count: int) -> list[Arrays]:
+    """Pairs of both tensors as arrays of each, streams as batch and heads."""
     return [
         {name: pair[tensor].view(*streams, *pair[tensor].shape[1:]) for name, pair in named.items()}
         for tensor in range(count)
@@ -207,10 +211,7 @@ def _qvg(jobs: Sequence[Asked], status: Tensor) -> list[Arrays]:
         code = affine.encode_layer(layer, group, largest, residual)._asdict()
     else:
         code = symmetric.encode_layer(layer, group, residual)._asdict()
-    return [
-        {name: pair[tensor].view(batch, heads, *pair[tensor].shape[1:]) for name, pair in {**code, **named}.items()}
-        for tensor in range(len(jobs))
-    ]
+    return _by_tensor((batch, heads), {**code, **named}, len(jobs))
 
 
 def _subtracted(layer: Layer, residual: Residual) -> Layer:
@@ -230,10 +231,7 @@ def _rtn(jobs: Sequence[Asked], layer: Layer) -> list[Arrays]:
         return [baselines.encode_channels(job.exact, size)._asdict() for job in jobs]
     core_affine.check_group_size(channels, size)
     codes = affine.encode_layer(layer, size, affine.largest_ranges(layer, size))
-    return [
-        {name: pair[tensor].view(batch, heads, *pair[tensor].shape[1:]) for name, pair in codes._asdict().items()}
-        for tensor in range(len(jobs))
-    ]
+    return _by_tensor((batch, heads), codes._asdict(), len(jobs))
 
 
 def _kivi(job: Asked) -> Arrays:
