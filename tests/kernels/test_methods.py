@@ -1,5 +1,6 @@
 """Every method seals and reads through the operators exactly as it does in core."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
@@ -29,6 +30,7 @@ from quantwm_core.statistics import QueryMoment as CoreMoment
 from quantwm_kernels import methods, statistics
 from quantwm_kernels.bridge import to_numpy
 from quantwm_kernels.chunk import SealedTensor
+from quantwm_kernels.sealing import Asked
 from tests.kernels.operators import normal
 
 TOKENS, CHANNELS = 40, 16
@@ -240,6 +242,33 @@ def test_an_unfit_workspace_or_range_is_refused(out: Tensor, start: int, stop: i
     sealed = methods.seal(core_methods.get("rtn"), "keys", VALUES)
     with pytest.raises(error):
         methods.decode_into(sealed, out, start, stop)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda mean: mean[:, :2], ShapeError, r"unit 5, keys: query moment \(2, 2, 16, 16\) does not fit"),
+        (lambda mean: mean[..., :8], ShapeError, "need .2, 3, 16, 16"),
+        (lambda mean: mean.double(), DtypeError, "unit 5, keys: query moment of torch.float64"),
+        (lambda mean: mean.to("meta"), DeviceError, "unit 5, keys: query moment on meta, the keys on cpu"),
+        (lambda mean: mean.clone().requires_grad_(True), StateError, "unit 5, keys, query moment: .*requires grad"),
+    ],
+)
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_moment_that_does_not_fit_is_refused(
+    change: Callable[[Tensor], Tensor],
+    error: type[QuantWMError],
+    message: str,
+    launched: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(methods, "check_available", lambda _: None)
+    moment = moments()[0]
+    moment = moment._replace(mean=change(moment.mean))
+    method = core_methods.get("quantwm")
+    asked = [Asked(method, "keys", VALUES, "unit 5, keys")]
+    with pytest.raises(error, match=message):
+        methods._begin(asked, moment) if launched else methods.seal(method, "keys", VALUES, moment, label="unit 5")
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantwm_core import methods
-from quantwm_core.errors import DeviceError, DomainError, DtypeError, StateError, UnknownNameError
+from quantwm_core.errors import DeviceError, DomainError, DtypeError, ShapeError, StateError, UnknownNameError
 from quantwm_core.method import decode, scheme
 from quantwm_core.stream import Span
 from quantwm_kernels.bridge import to_numpy
@@ -406,6 +406,8 @@ def test_queries_before_the_first_chunk_count_for_all_that_come() -> None:
         (normal(1, 2, 8, 16).int(), DtypeError),
         (normal(1, 2, 8, 16).float().requires_grad_(True), StateError),
         (normal(1, 2, 8, 16) * float("nan"), DomainError),
+        (torch.ones(5), ShapeError),
+        (torch.ones(1, 2, 0, 16), ShapeError),
     ],
 )
 def test_foreseen_queries_are_checked(queries: Tensor, error: type[Exception]) -> None:

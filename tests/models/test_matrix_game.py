@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantwm_core.errors import ParameterError
+from quantwm_core.errors import ParameterError, StateError
 from quantwm_models import adapters, attach
 from quantwm_models.adapters.matrix_game import MatrixGame
 from quantwm_models.errors import HostError
@@ -109,6 +109,23 @@ def test_a_window_shorter_than_a_chunk_is_refused() -> None:
     with pytest.raises(ParameterError, match="window=2: need at least the 3 frames of a chunk"):
         attach(host, adapter=MatrixGame(window=2))
     assert same(before, state(host))
+
+
+def test_attaching_twice_is_refused() -> None:
+    host = CausalInferencePipeline()
+    with attach(host, "rtn"), pytest.raises(StateError, match="CausalInferencePipeline: a cache is attached already"):
+        attach(host, "bf16")
+
+
+def test_two_hosts_of_one_model_cannot_both_set_its_window() -> None:
+    one, other = CausalInferencePipeline(), CausalInferencePipeline()
+    other.generator = one.generator
+    before = state(one)
+    with attach(one, "rtn", adapter=MatrixGame(window=9)):
+        with pytest.raises(StateError, match=r"local_attn_size is set by another attachment"):
+            attach(other, "rtn", adapter=MatrixGame(window=12))
+        attach(other, "rtn").detach()
+    assert same(state(one), before)
 
 
 def test_what_is_no_host_is_told_apart_or_refused() -> None:

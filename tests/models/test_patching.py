@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from quantwm_core.errors import StateError
 from quantwm_models.errors import HostError
 from quantwm_models.patching import called_by, forward_of, module_of, named, replaced, restored
 from tests.models import wan_host
@@ -19,6 +20,22 @@ class Holder:
     """Something with attributes."""
 
     shared: Any = "of the class"
+
+
+def test_what_is_replaced_is_not_replaced_again() -> None:
+    holder = Holder()
+    with replaced(holder, "shared", 4):
+        with (
+            pytest.raises(StateError, match=r"Holder\.shared is set by another attachment"),
+            replaced(holder, "shared", 5),
+        ):
+            pass
+        assert holder.shared == 4
+        with replaced(Holder(), "shared", 5), replaced(holder, "own", 6):
+            pass
+    with replaced(holder, "shared", 5):
+        assert holder.shared == 5
+    assert vars(holder) == {}
 
 
 def test_an_attribute_comes_back_whatever_happened() -> None:

@@ -4,11 +4,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantwm_core.errors import StateError
+from quantwm_core.errors import DomainError, ShapeError, StateError
+from quantwm_kernels.chunk import SealedChunk
 from quantwm_models import LayerCache
 from quantwm_models.errors import HostAttributeError
+from quantwm_models.observer import CacheObserver
 from quantwm_models.rebuilt import rebuild
 from tests.models.chunks import normal
+
+
+class Witness(CacheObserver):
+    """Notes the tokens of what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, int]] = []
+
+    def sealed(self, cache: LayerCache, chunk: SealedChunk, keys: Tensor, values: Tensor) -> None:
+        self.told.append(("sealed", chunk.start, chunk.start + chunk.tokens))
+
+    def evicted(self, cache: LayerCache, start: int, stop: int) -> None:
+        self.told.append(("evicted", start, stop))
 
 
 def history(seed: int, tokens: int = 48) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,6 +57,53 @@ def test_a_unit_knows_the_queries_before_it_and_the_next_history_all() -> None:
     assert cache.queries.past.queries == 2 * 48
     assert [("basis" in chunk.keys.arrays, chunk.start) for chunk in cache.chunks] == [(True, 0)]
     assert cache.report().chunks_sealed == 1
+
+
+def spoiled(tensor: Tensor, value: float) -> Tensor:
+    """The same with a bad number in the second of three units."""
+    bad = tensor.clone()
+    bad[0, 1, 20, 3] = value
+    return bad
+
+
+@pytest.mark.parametrize("half", range(3))
+def test_a_history_that_cannot_be_sealed_leaves_the_one_before(half: int) -> None:
+    witness = Witness()
+    cache = LayerCache("quantwm", layer=3, iterations=2, observers=[witness])
+    old, _ = rebuild(cache, *history(0), [16, 32])
+    before = (cache.chunks, cache.version, cache.queries, cache.stream, cache.report(), list(witness.told))
+    exact = old.to("cpu").clone()
+    bad = [spoiled(each, float("nan")) if number == half else each for number, each in enumerate(history(1))]
+    with pytest.raises(DomainError, match="layer 3"):
+        rebuild(cache, bad[0], bad[1], bad[2], [16, 16, 16])
+    after = (cache.chunks, cache.version, cache.queries, cache.stream, cache.report(), list(witness.told))
+    assert all(one is other for one, other in zip(before[0], after[0], strict=True))
+    assert after[1] == before[1]
+    assert after[2] is before[2]
+    assert after[3] is before[3]
+    assert after[4].chunks_sealed == before[4].chunks_sealed
+    assert after[5] == before[5]
+    assert torch.equal(old.to("cpu"), exact)
+
+
+def test_observers_are_told_of_a_rebuild_as_of_its_steps() -> None:
+    witness, other = Witness(), Witness()
+    cache, slow = (LayerCache("bf16", observers=[each], window=32) for each in (witness, other))
+    for seed in range(2):
+        keys, values, queries = history(seed)
+        rebuild(cache, keys, values, queries, [16] * 3)
+        slow.rewind()
+        for part_keys, part_values in zip(keys.split(16, dim=2), values.split(16, dim=2), strict=True):
+            slow.append(part_keys, part_values)
+        slow.seal()
+    assert witness.told == other.told
+    assert witness.told[:3] == [("sealed", 0, 16), ("sealed", 16, 32), ("evicted", 0, 16)]
+
+
+@pytest.mark.parametrize("tokens", [[], [48, 1], [16, 16]])
+def test_other_tokens_than_the_history_has_are_refused(tokens: list[int]) -> None:
+    with pytest.raises(ShapeError, match=r"keys: got \(1, 2, 48, 16\), need .* tokens"):
+        rebuild(LayerCache("bf16"), *history(0), tokens)
 
 
 def test_one_that_was_built_anew_since_is_refused() -> None:

@@ -5,7 +5,8 @@ sum get a line in :data:`TOLERANCES`, with its reason. A failure names the tenso
 the RMS of the difference. Results are written into poisoned memory, so that an element that nobody wrote shows.
 """
 
-from collections.abc import Iterable, Mapping
+import ast
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -77,17 +78,30 @@ def assert_close(name: str, result: Tensor, reference: Tensor, tolerance: Tolera
     _judge(name, ~within, result, reference, allowed=tolerance.share)
 
 
-def missing_tests(kernels: Iterable[tuple[str, str]], tests: Mapping[str, str]) -> list[str]:
+def declared_operators(text: str) -> tuple[str, ...]:
+    """What a parity test says that it holds against the reference: its constant ``OPERATORS``.
+
+    >>> declared_operators("OPERATORS = ('pack_codes', 'unpack_codes')")
+    ('pack_codes', 'unpack_codes')
+    """
+    for statement in ast.parse(text).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name("OPERATORS")], value=value):
+                return tuple(ast.literal_eval(value))
+    return ()
+
+
+def missing_tests(kernels: Iterable[tuple[str, str]], tests: Mapping[str, Collection[str]]) -> list[str]:
     """What has no parity test.
 
     Args:
         kernels: Module and operator of every implementation beside the reference: ``("packing", "pack_codes")``.
-        tests: Text of every parity test by the module that it is named after.
+        tests: Operators that every parity test declares, by the module that it is named after.
 
-    >>> missing_tests([("packing", "pack_codes"), ("qsac", "choose")], {"packing": "pack_codes"})
+    >>> missing_tests([("packing", "pack_codes"), ("qsac", "choose")], {"packing": ("pack_codes",)})
     ['qsac: choose']
     """
-    return [f"{module}: {name}" for module, name in kernels if name not in tests.get(module, "")]
+    return [f"{module}: {name}" for module, name in kernels if name not in tests.get(module, ())]
 
 
 def _same_kind(name: str, result: Tensor, reference: Tensor) -> None:

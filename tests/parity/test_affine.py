@@ -17,6 +17,8 @@ from tests.parity.settings import EXAMPLES
 kernels = pytest.importorskip("quantwm_kernels.triton.affine", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures("poisoned")
 
+OPERATORS = ("encode_affine", "decode_affine")
+
 GROUPS = {32: (4, 32), 64: (8, 64), 80: (40, 20), 96: (48, 32), 128: (64, 128), 256: (64,)}
 
 

@@ -13,6 +13,8 @@ from quantwm_kernels import dense_attention as dense
 from tests.parity.gate import TOLERANCES, assert_close
 from tests.parity.settings import EXAMPLES
 
+OPERATORS = ("attend", "attention_logits", "logit_error", "selection_shift", "attention_kl")
+
 CLOSE = TOLERANCES["dense_attention"]
 
 

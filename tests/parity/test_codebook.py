@@ -21,6 +21,8 @@ from tests.parity.settings import EXAMPLES
 kernels = pytest.importorskip("quantwm_kernels.triton.codebook", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures("poisoned")
 
+OPERATORS = ("fit_codebook", "nearest_centroids")
+
 # Behind the nearest centroid, ranks are told apart by the 15 highest bits of mantissa of how much farther they are.
 RANKED = 2.0**-15
 # A round multiplies in BF16; k-means ends in another optimum that is as good.

@@ -13,7 +13,7 @@ from torch._library.custom_ops import CustomOpDef
 
 import quantwm_core
 import quantwm_kernels
-from tests.parity.gate import missing_tests
+from tests.parity.gate import declared_operators, missing_tests
 
 KERNELS = "triton"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -25,6 +25,7 @@ MODULES = {
 # What exists only because tensors do.
 WITHOUT_NAMESAKE = {
     "attention_passes": "many units in one launch",
+    "arrival": "NumPy has no streams",
     "bridge": "crosses between torch and NumPy",
     "launch": "NumPy launches nothing",
     "dense_attention": "attention, in torch",
@@ -67,6 +68,12 @@ if HAS_TRITON:
         for module, names in OF_LAYERS.items()
         for name in names.split()
     }
+
+
+DECLARED = {
+    path.stem.removeprefix("test_"): declared_operators(path.read_text())
+    for path in Path(__file__).parent.glob("test_*.py")
+}
 
 
 def operators(module: ModuleType) -> dict[str, CustomOpDef]:
@@ -117,5 +124,9 @@ def test_every_gpu_kernel_has_a_parity_test() -> None:
         for operator, definition in operators(module).items()
         if torch._C._dispatch_has_kernel_for_dispatch_key(definition._qualname, "CUDA")
     ]
-    tests = {path.stem.removeprefix("test_"): path.read_text() for path in Path(__file__).parent.glob("test_*.py")}
-    assert missing_tests(kernels, tests) == []
+    assert missing_tests(kernels, DECLARED) == []
+
+
+def test_what_a_parity_test_declares_is_an_operator_of_its_module() -> None:
+    declared = {(module, name) for module, names in DECLARED.items() for name in names}
+    assert declared <= {(name, operator) for name, module in MODULES.items() for operator in operators(module)}

@@ -5,7 +5,15 @@ from functools import partial
 import pytest
 import torch
 
-from tests.parity.gate import TOLERANCES, Tolerance, assert_close, assert_equal, missing_tests, poison
+from tests.parity.gate import (
+    TOLERANCES,
+    Tolerance,
+    assert_close,
+    assert_equal,
+    declared_operators,
+    missing_tests,
+    poison,
+)
 
 DTYPES = [torch.uint8, torch.int8, torch.int32, torch.bfloat16, torch.float8_e4m3fn, torch.float32]
 
@@ -65,8 +73,11 @@ def test_every_tolerance_has_its_reason() -> None:
 
 def test_a_kernel_without_a_parity_test_is_named() -> None:
     kernels = [("packing", "pack_codes"), ("packing", "unpack_codes"), ("psac", "encode_psac")]
-    assert missing_tests(kernels, {"packing": "def test_pack_codes(): ..."}) == [
-        "packing: unpack_codes",
-        "psac: encode_psac",
-    ]
-    assert missing_tests(kernels[:1], {"packing": "def test_pack_codes(): ..."}) == []
+    assert missing_tests(kernels, {"packing": ("pack_codes",)}) == ["packing: unpack_codes", "psac: encode_psac"]
+    assert missing_tests(kernels[:1], {"packing": ("pack_codes",)}) == []
+
+
+def test_to_mention_an_operator_is_not_to_declare_it() -> None:
+    mention = "import unpack_codes  # seal\n\n\ndef test_pack_codes(): ...\n"
+    assert declared_operators(mention) == ()
+    assert declared_operators(f'OPERATORS = ("pack_codes",)\n{mention}') == ("pack_codes",)

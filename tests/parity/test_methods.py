@@ -1,7 +1,11 @@
-"""decode and decode_into on CUDA tensors: the operator, the plan, graphs, compilation, and what a read may not do."""
+"""seal, decode and decode_into on CUDA tensors: the operator, the plan, graphs, compilation, and what a read may not do."""
 
+import dataclasses
+import json
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +24,8 @@ from tests.parity.gate import TOLERANCES, assert_close, assert_equal, poison
 
 kernels = pytest.importorskip("quantwm_kernels.triton.reading", exc_type=ImportError)
 
+OPERATORS = ("seal", "decode")
+
 TOKENS, CHANNELS = 300, 128
 BF16 = torch.bfloat16
 
@@ -33,6 +39,13 @@ def chunk(seed: int = 0, tokens: int = TOKENS, method: str = "quantwm", channels
 
 def expected(sealed: SealedTensor, start: int, stop: int) -> Tensor:
     return to_torch(decode_tensor(sealed.to("cpu").to_core(), start, stop).copy())
+
+
+def specification(name: str) -> str:
+    """What the operator that seals is told of keys."""
+    made: Any = core_methods.get(name)
+    parameters = dataclasses.asdict(made)
+    return json.dumps({"method": name, "parameters": parameters, "label": "keys", "previous": None, "kind": "keys"})
 
 
 @pytest.mark.gpu
@@ -58,6 +71,25 @@ def test_opcheck_of_decode(gpu: torch.device) -> None:
     # The schema check compares inputs with allclose, which E4M3 does not have.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.quantwm.decode.default, arguments, test_utils=checks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", core_methods.names())
+def test_seal_on_a_gpu_and_its_opcheck(gpu: torch.device, name: str) -> None:
+    values = torch.from_numpy(strategies.unit(("normal", "channels"), 0, 40, CHANNELS).astype(np.float32)).to(gpu)
+    mean = torch.from_numpy(strategies.moment(0, 2, CHANNELS).mean).to(gpu)
+    arguments: tuple[Any, ...] = (values.to(BF16), mean, 20, [], specification(name))
+    results = torch.ops.quantwm.seal(*arguments)
+    assert len({result.untyped_storage()._cdata for result in results}) == len(results)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.quantwm.seal.default, arguments, test_utils=checks)
+
+
+def test_absent_arrays_of_the_operator_share_no_storage(device: torch.device) -> None:
+    values = torch.ones(1, 1, 20, 32, dtype=BF16, device=device)
+    results = methods._seal_by_kernels(values, None, 0, [], specification("quantwm"))
+    assert sum(not result.numel() for result in results) > 1  # a first unit has no compensation
+    assert len({result.untyped_storage()._cdata for result in results}) == len(results)
 
 
 @pytest.mark.gpu
@@ -112,6 +144,30 @@ def test_a_plan_waits_for_nothing_allocates_nothing_and_compiles_once(gpu: torch
     assert sum(len(caches[0]) for caches in kernels.read_kernel.device_caches.values()) == compiled
     plan.into(*outputs)
     check(*outputs)
+
+
+@pytest.mark.gpu
+def test_a_plan_and_a_single_read_made_on_a_busy_stream_serve_another(gpu: torch.device) -> None:
+    warm, _, outputs = plan_of(gpu)
+    single = [poison(1, 2, 111, CHANNELS, dtype=BF16, device=gpu) for _ in range(2)]
+    warm.into(*outputs)  # compiled, for a kernel that is loaded waits for the device
+    methods.decode_into(warm.pieces[0].chunk.keys, single[0], 11, 122)
+    plan, check, outputs = plan_of(gpu)
+    sealed = plan.pieces[0].chunk.keys
+    torch.cuda.synchronize()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(1_000_000_000)
+        scratch = [out.clone() for out in outputs]
+        plan.into(*scratch)
+        methods.decode_into(sealed, single[0], 11, 122)
+    with torch.cuda.stream(second):
+        plan.into(*outputs)
+        methods.decode_into(sealed, single[1], 11, 122)
+        second.synchronize()
+        check(*outputs)
+    torch.cuda.synchronize()
+    assert_equal("single", single[1], single[0])
 
 
 @pytest.mark.gpu

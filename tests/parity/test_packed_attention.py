@@ -26,6 +26,7 @@ from tests.parity.gate import TOLERANCES, assert_close, assert_equal
 from tests.parity.settings import EXAMPLES
 
 kernels = pytest.importorskip("quantwm_kernels.triton.attention", exc_type=ImportError)
+OPERATORS = ("attend_packed",)
 
 BF16 = torch.bfloat16
 # Small enough that there are several tiles and that all of them are ragged somewhere.

@@ -15,6 +15,8 @@ from tests.parity.settings import EXAMPLES
 
 kernels = pytest.importorskip("quantwm_kernels.triton.packing", exc_type=ImportError)
 
+OPERATORS = ("pack_codes", "unpack_codes")
+
 
 @settings(EXAMPLES)
 @given(codes=strategies.codes())

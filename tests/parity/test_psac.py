@@ -19,6 +19,8 @@ from tests.parity.settings import EXAMPLES
 kernels = pytest.importorskip("quantwm_kernels.triton.psac", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures("poisoned")
 
+OPERATORS = ("project_error", "encode_psac", "decode_psac")
+
 PROJECTED = Tolerance("FP32 sums over channels in another order, in three TF32 parts", relative=1e-4, absolute=1e-5)
 
 

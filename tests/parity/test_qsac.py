@@ -18,6 +18,8 @@ from tests.parity.settings import EXAMPLES
 kernels = pytest.importorskip("quantwm_kernels.triton.qsac", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures("poisoned")
 
+OPERATORS = ("choose_centroids",)
+
 
 def on(device: torch.device, array: np.ndarray | None) -> torch.Tensor | None:
     return None if array is None else to_torch(np.array(array)).to(device)

@@ -15,6 +15,8 @@ from tests.parity.settings import EXAMPLES
 
 kernels = pytest.importorskip("quantwm_kernels.triton.scales", exc_type=ImportError)
 
+OPERATORS = ("encode_scales", "decode_scales")
+
 FINITE = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
 POSITIVE = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
 

@@ -198,12 +198,21 @@ def test_numbers_are_judged_before_they_are_rounded(device: torch.device) -> Non
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the same
-def test_a_moment_that_is_no_number_is_refused(device: torch.device) -> None:
+@pytest.mark.parametrize("metric", ["uniform", "diagonal", "full"])
+def test_a_moment_that_is_no_number_is_refused(device: torch.device, metric: str) -> None:
     unit = strategies.unit(("normal",), 1, 40, 32)
     moment = strategies.moment(1, 1, 32)
     moment.mean[0, 0, 3, 3] = np.nan
     with pytest.raises(DomainError, match="chunk 7, keys: the queries that it is sealed with"):
-        begin(device, [(core_methods.get("quantwm"), "keys", unit)], moment).wait()
+        begin(device, [(core_methods.get("quantwm", metric=metric, iterations=0), "keys", unit)], moment).wait()
+
+
+def test_a_moment_that_nothing_uses_is_not_judged(device: torch.device) -> None:
+    unit, moment = strategies.unit(("normal",), 1, 20, 32), strategies.moment(1, 1, 32)
+    moment.mean[0, 0, 3, 3] = np.nan
+    made = core_methods.get("quantwm", metric="uniform", rank=0, iterations=0)
+    sealed = begin(device, [(made, "keys", unit)], moment).wait()[0]
+    check(sealed, unit, made, "keys", None)
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
@@ -215,6 +224,14 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     ):
         with pytest.raises(ParameterError, match=match):
             begin(device, [(method, "keys", unit)], strategies.moment(1, 1, 32))
+
+
+def test_a_codebook_elsewhere_is_no_warm_start(device: torch.device) -> None:
+    method = core_methods.get("quantwm", warm_start=True, iterations=0)
+    unit = strategies.unit(("normal",), 1, 40, 32)
+    before = [sealed.to("meta") for sealed in begin(device, [(method, "keys", unit)]).wait()]
+    with pytest.raises(DeviceError, match="chunk 7, keys: a warm start from a unit on meta"):
+        begin(device, [(method, "keys", unit)], None, before)
 
 
 def test_a_method_without_kernels_is_refused(device: torch.device) -> None:

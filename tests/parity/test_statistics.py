@@ -19,6 +19,8 @@ from tests.parity.settings import EXAMPLES
 kernels = pytest.importorskip("quantwm_kernels.triton.statistics", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures("poisoned")
 
+OPERATORS = ("second_moment", "fold_moment", "sensitivity", "normalised_moment", "principal_basis")
+
 AVERAGED = Tolerance("an average in FP64, summed in another order, rounded to FP32", relative=2.0**-22)
 
 

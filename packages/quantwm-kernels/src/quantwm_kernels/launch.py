@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -189,9 +190,29 @@ def full_precision() -> Iterator[None]:
     'high'
     >>> torch.set_float32_matmul_precision("highest")
     """
-    before = torch.get_float32_matmul_precision()
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the host set it by torch's newer names, which the older ones refuse to describe
+        with _ieee_products():
+            yield
+        return
+    if before == "highest":
+        yield
+        return
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _ieee_products() -> Iterator[None]:
+    """The same by torch's newer setting, which releases that know the older one alone lack."""
+    settings: Any = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before

@@ -17,6 +17,7 @@ from jaxtyping import BFloat16
 from torch import Tensor
 
 from quantwm_core.errors import DeviceError, DtypeError, RangeError, ShapeError, StateError
+from quantwm_kernels.arrival import Arrival
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import KINDS, SealedChunk, SealedTensor
 from quantwm_kernels.launch import LAUNCHES, Launch, check_available, processors
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _BY_CHANNEL_GROUPS = (Form.AFFINE, Form.SYMMETRIC)
 _TABLES = 1024
 # A graph replays with the tables it captured, and nobody else would keep those.
-_captured: list[tuple[Batch, ...]] = []
+_captured: set[Planned] = set()
 
 
 class Piece(NamedTuple):
@@ -79,10 +80,32 @@ class Batch:
     prepared: dict[tuple[int, bool], dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
 
 
+class Planned:
+    """Launches that any stream may repeat; each is itself, so that a set of them keeps one of each.
+
+    Args:
+        launches: What :func:`batches` made on the current stream.
+        device: Where it is.
+    """
+
+    def __init__(self, launches: Sequence[Batch], device: torch.device) -> None:
+        self.device = device
+        self._launches = tuple(launches)
+        tables = [batch.table for batch in self._launches]
+        self._arrival = Arrival(tables, device) if tables and device.type == "cuda" else None
+
+    def run(self, keys: Tensor, values: Tensor) -> None:
+        """Launch, behind the tables."""
+        if self._arrival is not None:
+            self._arrival.expect()
+        run(self._launches, keys, values)
+
+
 class ReadPlan:
     """Reconstructs the same tokens of the same units, as often as one likes.
 
-    Tables are copied to the device at the first read; a CUDA graph that captured a later one needs the plan alive.
+    Tables are copied to the device at the first read, and other streams than that one's wait for them; a CUDA graph that
+    captured a later one needs the plan alive.
 
     Attributes:
         pieces: What is read.
@@ -124,7 +147,7 @@ class ReadPlan:
         self.specification = json.dumps(texts)
         self.tables: dict[Hashable, tuple[Pass, ...]] = {}
         self._launch = launch
-        self._batches: tuple[Batch, ...] | None = None
+        self._planned: Planned | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int] | None:
@@ -154,13 +177,13 @@ class ReadPlan:
         if not keys.is_cuda:
             self._into_on_cpu(keys, values)
             return
-        if self._batches is None:
+        if self._planned is None or self._planned.device != keys.device:
             parts = [
                 [Part(getattr(piece.chunk, kind).row, piece.start, piece.stop, piece.place) for piece in self.pieces]
                 for kind in KINDS
             ]
-            self._batches = batches(parts[0], parts[1], keys.device, self._launch)
-        run(self._batches, keys, values)
+            self._planned = Planned(batches(parts[0], parts[1], keys.device, self._launch), keys.device)
+        self._planned.run(keys, values)
 
     def _into_on_cpu(self, keys: Tensor, values: Tensor) -> None:
         from quantwm_kernels.methods import decode_into  # noqa: PLC0415 - that module reads single tensors through this one
@@ -217,14 +240,14 @@ def read_single(sealed: SealedTensor, out: Tensor, start: int, stop: int) -> Non
     if stop > start:
         planned = _single(sealed.row, start, stop, out.device)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            _captured.append(planned)
-        run(planned, out, out)
+            _captured.add(planned)
+        planned.run(out, out)
 
 
 @lru_cache(maxsize=_TABLES)
-def _single(row: Row, start: int, stop: int, device: torch.device) -> tuple[Batch, ...]:
-    """Batches of one tensor. A table holds nothing but what the arguments say: it may serve whenever they come again."""
-    return batches([Part(row, start, stop, 0)], [], device)
+def _single(row: Row, start: int, stop: int, device: torch.device) -> Planned:
+    """Launches of one tensor. A table holds nothing but what the arguments say: it may serve whenever they come again."""
+    return Planned(batches([Part(row, start, stop, 0)], [], device), device)
 
 
 def batches(
@@ -237,10 +260,15 @@ def batches(
         device: Where the arrays are and the table goes.
         launch: Launch parameters.
 
+    Returns:
+        Nothing at all where there is no token to read.
+
     Raises:
         StateError: A CUDA graph is being captured: the table cannot be copied then.
         DeviceError: There is no Triton, or the arrays live elsewhere.
     """
+    if not any(part.stop > part.start for part in (*keys, *values)):
+        return ()
     check_tables([part.row for part in (*keys, *values)], device)
     chosen = LAUNCHES["read"] if launch is None else launch
     key_recipes = merged([part.row.recipe for part in keys])

@@ -1,9 +1,9 @@
 """Units whose sealing was begun: what was launched on a GPU and is still to be believed.
 
 A GPU finds out late whether a unit may be sealed at all: whether its numbers are finite, and how many coefficients of
-each stream are zero. Nobody waits for it inside a layer. Kernels write a *status*, which is copied to the host behind
-them, and :meth:`PendingChunk.wait` reads it, once the units of all layers are under way. Until then the BF16 tensors
-must stay as they are; afterwards they may go.
+each stream are zero. Kernels write a *status*, which is copied to the host behind them, and :meth:`PendingChunk.wait`
+waits for it and reads it: whoever begins the units of several layers before the first wait, waits once for all, and
+whoever takes them one by one waits for each. Until then the BF16 tensors must stay as they are; afterwards they may go.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class PendingTensors:
         return self._sealed
 
 
-class Sealed(NamedTuple):
+class Finished(NamedTuple):
     """Tensors that were sealed at once, as on a CPU."""
 
     tensors: tuple[SealedTensor, ...]
@@ -142,7 +142,7 @@ class PendingChunk:
         start: Absolute position of its first token.
     """
 
-    def __init__(self, tensors: PendingTensors | Sealed, start: int) -> None:
+    def __init__(self, tensors: PendingTensors | Finished, start: int) -> None:
         self._tensors = tensors
         self._start = start
 

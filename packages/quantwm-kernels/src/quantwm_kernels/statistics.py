@@ -164,7 +164,9 @@ def second_moment(queries: Float[Tensor, "batch query_heads tokens channels"], k
         kv_heads: KV heads ``H``; a grouped head's queries are pooled.
 
     Raises:
-        ShapeError, DomainError: As :func:`quantwm_core.statistics.second_moment`.
+        ShapeError: As :func:`quantwm_core.statistics.second_moment`.
+        DomainError: On a CPU, the same for numbers. On a GPU nothing is waited for: NaN, Inf and what is too large become
+            part of the moment, and the unit that is sealed with it is refused.
 
     >>> second_moment(torch.tensor([[[[1.0, 2.0], [3.0, 0.0]]]]), 1).mean.squeeze()
     tensor([[5., 1.],

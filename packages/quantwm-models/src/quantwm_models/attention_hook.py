@@ -18,7 +18,7 @@ from quantwm_models.compiling import uncompiled
 from quantwm_models.handle import Handle, read_pair, whole
 from quantwm_models.store import Store
 
-Kind = TypeVar("Kind", bound="Replacement")
+Kept = TypeVar("Kept", bound="Replacement")
 
 
 class Replacement:
@@ -66,7 +66,7 @@ class Attention(Replacement):
 
 
 @contextmanager
-def function_replaced(module: ModuleType, name: str, kind: type[Kind]) -> Iterator[Kind]:
+def function_replaced(module: ModuleType, name: str, kind: type[Kept]) -> Iterator[Kept]:
     """Replace a module's function while at least one attachment needs it."""
     found = getattr(module, name)
     if not isinstance(found, kind):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,18 +15,20 @@ from torch.nn.functional import scaled_dot_product_attention
 from quantwm_core.errors import DtypeError, ParameterError, ShapeError, StateError, lookup
 from quantwm_core.method import Scheme
 from quantwm_core.method import scheme as make_scheme
-from quantwm_core.stream import Stream
+from quantwm_core.stream import Span, Stream
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import SealedChunk, storage_nbytes
 from quantwm_kernels.launch import check_served, packed_attention_pays
 from quantwm_kernels.packed_attention import attend_packed
 from quantwm_kernels.reading import ReadPlan
+from quantwm_kernels.sealing import ACCEPTED
 from quantwm_kernels.statistics import second_moment
 from quantwm_models.causality import CausalQueries
-from quantwm_models.contents import Contents, KeyFrame, located, placed
-from quantwm_models.geometry import ACCEPTED, Geometry, copied_chunk
+from quantwm_models.contents import Contents, KeyFrame, Sealing, located, placed
+from quantwm_models.geometry import Geometry, copied_chunk
 from quantwm_models.observer import CacheObserver
 from quantwm_models.report import CacheReport
+from quantwm_models.stopwatch import Stopwatch
 from quantwm_models.workspace import Segment, Workspace
 
 AttentionPath = Literal["auto", "packed", "decoded"]
@@ -99,7 +100,7 @@ class LayerCache:
         self._settings = Stream(self.scheme.chunks_per_seal, self.scheme.recent_tokens, sink, window)
         self._contents = self._nothing()
         self._geometry: Geometry | None = None
-        self._decode_seconds = 0.0
+        self._decoding = Stopwatch()
         self._plans: dict[tuple[tuple[Segment, int], ...], ReadPlan] = {}
         self.version = 0
         self.key_frame: KeyFrame | None = None
@@ -160,6 +161,50 @@ class LayerCache:
             self.clear()
             self._commit(begun, geometry)
 
+    def rebuild(
+        self,
+        keys: Float[Tensor, "batch heads tokens key_channels"],
+        values: Float[Tensor, "batch heads tokens value_channels"],
+        queries: Float[Tensor, "batch query_heads tokens channels"] | None,
+        tokens: Sequence[int],
+    ) -> None:
+        """:meth:`rewind`, then seal a history in one step, each unit with the queries of those before it.
+
+        Until it succeeds, the sealed units of before are kept beside the new ones.
+
+        Args:
+            keys, values: BF16, FP16 or FP32 ``[B, H, N, D]``.
+            queries: What the history asked while it was built, if anybody wants to know.
+            tokens: Tokens of each chunk, ``N`` in all.
+
+        Raises:
+            ShapeError: The tensors are not of so many tokens.
+            QuantWMError: As :meth:`append` and :meth:`observe`; the cache is still what it was then.
+        """
+        with self._located():
+            parts = [_split(name, each, tokens) for name, each in (("keys", keys), ("values", values))]
+            asked = [None] * len(tokens) if queries is None else _split("queries", queries, tokens)
+            made, geometry = self._rewound(), None
+            told: list[tuple[Sequence[Sealing], Sequence[Span]]] = []
+
+            def settled(before: Contents, contents: Contents) -> Contents:
+                after, sealings = contents.settle(self.scheme, self.key_frame)
+                if self.observers:  # what they are told keeps BF16 tokens alive
+                    told.append((sealings, before.gone(after)))
+                return after
+
+            for part_keys, part_values, part_queries in zip(*parts, asked, strict=True):
+                exact_keys, exact_values, geometry = copied_chunk(part_keys, part_values, geometry)
+                made = settled(made, made.append(exact_keys, exact_values))
+                if part_queries is not None:
+                    _check_queries(part_queries)
+                    made = self._observed(made, part_queries, geometry)
+            made = settled(made, made.complete())
+            self.rewind()
+            self._commit(made, geometry)
+            for sealings, gone in told:
+                self._tell(sealings, gone)
+
     def overwrite(
         self,
         keys: Float[Tensor, "batch heads tokens key_channels"],
@@ -186,22 +231,14 @@ class LayerCache:
 
         Raises:
             StateError: Nothing was appended yet, or the queries require grad.
-            ShapeError, DtypeError, DomainError: They do not fit the keys, or hold NaN or Inf.
+            ShapeError, DtypeError: They do not fit the keys.
+            DomainError: On a CPU, they hold NaN, Inf or numbers too large. A GPU finds out when a unit is sealed with them:
+                that seal raises it, and every later one, for their moment cannot be repaired and a rebuild keeps it. Only
+                :meth:`clear` or :meth:`restart` forgets it.
         """
         with self._located():
-            check_detached(queries, "queries")
-            check_served(queries, "queries")
-            if queries.dtype not in ACCEPTED:
-                raise DtypeError(f"queries: got {queries.dtype}, need torch.bfloat16, float16 or float32")
-            batch, heads, channels, _, _ = self._known()
-            fits = queries.ndim == 4 and queries.shape[0] == batch and queries.shape[3] == channels
-            if not fits or queries.shape[1] % heads:
-                raise ShapeError(
-                    f"queries: got {tuple(queries.shape)}, need [{batch}, multiple of {heads}, T, {channels}]"
-                )
-            if self._learns:
-                contents, moment = self._contents, second_moment(queries, heads)
-                self._contents = replace(contents, queries=contents.queries.observe(moment))
+            _check_queries(queries)
+            self._contents = self._observed(self._contents, queries, self._known())
 
     def foresee(self, queries: Float[Tensor, "batch heads tokens channels"]) -> None:
         """Fold queries of a host that asks before it has anything cached; they count for all that will be.
@@ -211,14 +248,15 @@ class LayerCache:
 
         Raises:
             StateError: Something is cached already, or the queries require grad.
-            DtypeError, DomainError: They are no such tensor, or hold NaN or Inf.
+            DtypeError, ShapeError: They are no such tensor.
+            DomainError: As :meth:`observe`.
         """
         with self._located():
             if self._geometry is not None:
                 raise StateError("queries before the first chunk came after it; observe() them")
-            check_detached(queries, "queries")
-            if queries.dtype not in ACCEPTED:
-                raise DtypeError(f"queries: got {queries.dtype}, need torch.bfloat16, float16 or float32")
+            _check_queries(queries)
+            if queries.ndim != 4 or queries.numel() == 0:
+                raise ShapeError(f"queries: got {tuple(queries.shape)}, need [B, H, T, D], not empty")
             if self._learns:
                 contents, moment = self._contents, second_moment(queries, queries.shape[1])
                 known = contents.queries if contents.queries.groups else contents.queries.begin(0)
@@ -309,10 +347,13 @@ class LayerCache:
 
     def rewind(self) -> None:
         """Forget all tokens, but not what is known of the queries: the host builds its cache anew."""
-        self._forget(replace(self._nothing(), queries=self._contents.queries.folded()))
+        self._forget(self._rewound())
+
+    def _rewound(self) -> Contents:
+        return replace(self._nothing(), queries=self._contents.queries.folded())
 
     def report(self) -> CacheReport:
-        """What the cache holds and what it cost since it was cleared."""
+        """What the cache holds and what it cost since it was cleared; on a GPU this waits for the reads that were launched."""
         contents = self._contents
         sealed = sum(piece.span.tokens for piece in contents.stream.read() if piece.unit is not None)
         width = 0
@@ -330,7 +371,7 @@ class LayerCache:
             chunks_sealed=contents.chunks_sealed,
             chunks_evicted=contents.chunks_evicted,
             seal_seconds=contents.seal_seconds,
-            decode_seconds=self._decode_seconds,
+            decode_seconds=self._decoding.seconds(),
         )
 
     def _nothing(self) -> Contents:
@@ -339,7 +380,7 @@ class LayerCache:
     def _forget(self, empty: Contents) -> None:
         """Have no tokens any more, and tell the observers."""
         before = self.stream.live
-        self._contents, self._geometry, self._decode_seconds = empty, None, 0.0
+        self._contents, self._geometry, self._decoding = empty, None, Stopwatch()
         self._plans.clear()
         self.version += 1
         for observer in self.observers:
@@ -354,11 +395,25 @@ class LayerCache:
             self._plans.clear()  # a plan keeps its units alive
         self._contents, self._geometry = settled, geometry
         self.version += 1
+        self._tell(sealings, before.gone(settled))
+
+    def _tell(self, sealings: Sequence[Sealing], gone: Sequence[Span]) -> None:
+        """Tell the observers what was sealed and what is not live any more."""
         for observer in self.observers:
             for sealing in sealings:
                 observer.sealed(self, *sealing)
-            for span in before.gone(settled):
+            for span in gone:
                 observer.evicted(self, *span)
+
+    def _observed(self, contents: Contents, queries: Tensor, known: Geometry) -> Contents:
+        """The contents after an attention call's queries."""
+        batch, heads, channels, _, _ = known
+        fits = queries.ndim == 4 and queries.shape[0] == batch and queries.shape[3] == channels
+        if not fits or queries.shape[1] % heads:
+            raise ShapeError(f"queries: got {tuple(queries.shape)}, need [{batch}, multiple of {heads}, T, {channels}]")
+        if not self._learns:
+            return contents
+        return replace(contents, queries=contents.queries.observe(second_moment(queries, heads)))
 
     def _located(self) -> AbstractContextManager[None]:
         """Name the layer in errors."""
@@ -398,14 +453,14 @@ class LayerCache:
         kept = self.workspace.kept(segments)
         if kept == len(segments):
             return
-        begun = time.perf_counter()
+        begun = self._decoding.start(keys.device)
         self.workspace.holds(segments[:kept])
         offset = sum(segment.stop - segment.start for segment in segments[:kept])
         missing = segments[kept:]
         self._plan_of(missing).into(keys[:, :, offset:], values[:, :, offset:])
         self._contents.write_exact(missing, keys[:, :, offset:], values[:, :, offset:])
         self.workspace.holds(segments)
-        self._decode_seconds += time.perf_counter() - begun
+        self._decoding.stop(begun)
 
     def _plan_of(self, segments: tuple[Segment, ...]) -> ReadPlan:
         """How to reconstruct the sealed ones among ``segments``, made once as long as no unit comes or goes."""
@@ -416,3 +471,20 @@ class LayerCache:
                 self._plans.clear()
             self._plans[wanted] = ReadPlan(self._contents.pieces(segments))
         return self._plans[wanted]
+
+
+def _check_queries(queries: Tensor) -> None:
+    """Refuse what no statistics can be made of."""
+    check_detached(queries, "queries")
+    check_served(queries, "queries")
+    if queries.dtype not in ACCEPTED:
+        raise DtypeError(f"queries: got {queries.dtype}, need torch.bfloat16, float16 or float32")
+
+
+def _split(name: str, tensor: Tensor, tokens: Sequence[int]) -> Sequence[Tensor]:
+    """Chunks of ``tokens`` of ``[B, H, N, D]``."""
+    if not tokens or tensor.ndim != 4 or tensor.shape[2] != sum(tokens):
+        raise ShapeError(
+            f"{name}: got {tuple(tensor.shape)}, need [B, H, N, D] of {sum(tokens)} tokens, {list(tokens)}"
+        )
+    return tensor.split(list(tokens), dim=2)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from quantwm_kernels.methods import seal_chunk
 from quantwm_kernels.reading import Piece
 from quantwm_kernels.statistics import QueryMoment
 from quantwm_models.causality import CausalQueries
+from quantwm_models.stopwatch import Stopwatch
 from quantwm_models.workspace import Segment
 
 _serials = itertools.count()
@@ -82,7 +82,7 @@ class Contents:
         exact: Live BF16 tokens, ascending.
         chunks_sealed: Units sealed so far.
         chunks_evicted: Units that lost their last live token.
-        seal_seconds: Time spent sealing.
+        seal_seconds: Time spent sealing, as a :class:`quantwm_models.stopwatch.Stopwatch` counts it.
     """
 
     stream: Stream
@@ -125,21 +125,23 @@ class Contents:
         return _follow(self, stream.evict(start, stop))
 
     def settle(self, scheme: Scheme, frame: KeyFrame | None = None) -> tuple[Contents, tuple[Sealing, ...]]:
-        """Seal what is due, by queries in the frame of the keys.
+        """Seal what is due, by queries in the frame of the keys; on a GPU each unit is waited for.
 
         Raises:
             QuantWMError: A unit cannot be sealed; the message names its chunk and the tensor.
         """
         due = self.stream.due()
-        begun = time.perf_counter()
+        watch = Stopwatch()
         queries, units, sealings = self.queries, dict(self.units), []
         last = units[self.stream.units[-1]].chunk if self.stream.units else None
         for span in due:
             queries = queries.before(span.start)
             keys, values = self._gather(span)
             past = queries.past if frame is None or queries.past is None else frame(queries.past, span)
+            begun = watch.start(keys.device)
             with located(self._name(span)):
                 last = seal_chunk(scheme, keys, values, past, last, span.start)
+            watch.stop(begun)
             units[span] = Unit(next(_serials), last)
             sealings.append(Sealing(last, keys, values))
         stream = self.stream.sealed()
@@ -148,7 +150,7 @@ class Contents:
             queries=queries.before(stream.sealed_end),
             units=units,
             chunks_sealed=self.chunks_sealed + len(due),
-            seal_seconds=self.seal_seconds + (time.perf_counter() - begun if due else 0.0),
+            seal_seconds=self.seal_seconds + watch.seconds(),
         )
         return _follow(settled, stream), tuple(sealings)
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from quantwm_core.errors import DtypeError, ShapeError
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.launch import check_served
-
-ACCEPTED = (torch.bfloat16, torch.float16, torch.float32)
+from quantwm_kernels.sealing import ACCEPTED
 
 
 class Geometry(NamedTuple):

@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+from quantwm_core.errors import StateError
 from quantwm_models.errors import HostError
 
 _ABSENT = object()
+# Attributes that are replaced at the moment, by owner's identity; a replacement keeps its owner alive.
+_replaced: set[tuple[int, str]] = set()
 
 
 class Setting(NamedTuple):
@@ -44,10 +47,24 @@ def restored(owner: object, name: str) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set an instance's attribute for a while."""
-    with restored(owner, name):
-        setattr(owner, name, value)
-        yield
+    """Set an instance's attribute for a while.
+
+    Raises:
+        StateError: It is set already: whoever left first would bring back what the other had set.
+    """
+    place = (id(owner), name)
+    if place in _replaced:
+        raise StateError(
+            f"{type(owner).__qualname__}.{name} is set by another attachment, under a host that shares the object; "
+            "detach that first"
+        )
+    _replaced.add(place)
+    try:
+        with restored(owner, name):
+            setattr(owner, name, value)
+            yield
+    finally:
+        _replaced.remove(place)
 
 
 def named(instance: object, *names: str) -> bool:

@@ -80,6 +80,9 @@ def rebuild(
     Returns:
         What takes the place of the two tensors.
 
+    Raises:
+        QuantWMError: As :meth:`quantwm_models.cache.LayerCache.rebuild`; the cache is still what it was then.
+
     >>> history = torch.randn(3, 1, 2, 64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     >>> cache = LayerCache("quantwm")
     >>> rebuild(cache, *history, tokens=[32, 32])
@@ -90,12 +93,5 @@ def rebuild(
     >>> ["basis" in chunk.keys.arrays for chunk in cache.chunks]
     [True]
     """
-    cache.rewind()
-    parts = (each.split(list(tokens), dim=2) for each in (keys, values))
-    asked = [None] * len(tokens) if queries is None else queries.split(list(tokens), dim=2)
-    for part_keys, part_values, part_queries in zip(*parts, asked, strict=True):
-        cache.append(part_keys, part_values)
-        if part_queries is not None:
-            cache.observe(part_queries)
-    cache.seal()
+    cache.rebuild(keys, values, queries, tokens)
     return Sealed(cache, "keys", keys.dtype), Sealed(cache, "values", values.dtype)

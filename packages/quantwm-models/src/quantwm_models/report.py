@@ -20,8 +20,9 @@ class CacheReport:
         workspace_nbytes: Bytes of the shared workspace, counted once where layers share it.
         chunks_sealed: Units sealed.
         chunks_evicted: Sealed units whose last live token was evicted.
-        seal_seconds: Time spent sealing.
-        decode_seconds: Time spent reconstructing reads.
+        seal_seconds: Time that sealing took.
+        decode_seconds: Time that reconstructing reads took. Both are by the host's clock on a CPU, and by events in its stream
+            on a GPU, so work that was queued before does not count; reads that a CUDA graph captured are not timed.
     """
 
     tokens: int = 0

@@ -10,7 +10,8 @@ def _measure(evidence: Evidence) -> Measurement:
     """Wall time of one video.
 
     ``seconds`` from first to last frame without the time spent on measuring; ``seal_seconds`` of it encode sealed units,
-    ``decode_seconds`` reconstruct them. Range 0 to infinity, lower is better, in seconds. Source: a monotonic clock.
+    ``decode_seconds`` reconstruct them. Range 0 to infinity, lower is better, in seconds. Source: a monotonic clock, and
+    for the two parts on a GPU events in its stream, which do not count what was queued before.
     """
     seconds: Seconds = evidence.need("seconds")
     return Measurement(

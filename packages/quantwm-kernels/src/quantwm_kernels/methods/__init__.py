@@ -28,7 +28,7 @@ from quantwm_kernels import reading
 from quantwm_kernels.bridge import check_detached, owned, to_numpy
 from quantwm_kernels.chunk import SealedChunk, SealedTensor, described, description
 from quantwm_kernels.launch import check_available
-from quantwm_kernels.sealing import ACCEPTED, Asked, PendingChunk, PendingTensors, Sealed
+from quantwm_kernels.sealing import ACCEPTED, Asked, Finished, PendingChunk, PendingTensors
 from quantwm_kernels.statistics import QueryMoment
 
 
@@ -71,7 +71,7 @@ def _seal(
 
 
 @_seal.register_kernel("cuda")
-def _(
+def _seal_by_kernels(
     values: Tensor, moment: Tensor | None, moment_queries: int, previous: Sequence[Tensor], specification: str
 ) -> list[Tensor]:
     asked = json.loads(specification)
@@ -81,8 +81,11 @@ def _(
     (sealed,) = _begin([Asked(method, asked["kind"], values, asked["label"], before)], known).wait()
     names = {dtype: name for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
     layout = {name: (names[array.dtype], tuple(array.shape)) for name, array in sealed.arrays.items()}
-    missing = values.new_empty(0, dtype=torch.uint8)
-    arrays = [sealed.arrays.get(name, missing) for name in method.array_names(asked["kind"])]
+    # An operator's results may not share storage, not even that of absent arrays.
+    arrays = [
+        sealed.arrays[name] if name in sealed.arrays else values.new_empty(0, dtype=torch.uint8)
+        for name in method.array_names(asked["kind"])
+    ]
     text = owned(_answer(sealed, layout)).to(values.device)
     return [text, *(array.contiguous().view(-1).view(torch.uint8) for array in arrays)]
 
@@ -142,8 +145,9 @@ def seal(
         A tensor that shares no memory with its input.
 
     Raises:
-        DtypeError, ShapeError, DomainError: The input cannot be sealed; the message names ``label`` and ``kind``.
-        StateError, DeviceError: The tensor requires grad, or lives where no implementation serves it.
+        DtypeError, ShapeError, DomainError: The input cannot be sealed, or the moment does not fit it; the message names
+            ``label`` and ``kind``.
+        StateError, DeviceError: A tensor requires grad, or lives where no implementation serves it.
 
     >>> sealed = seal(methods.get("rtn"), "keys", torch.ones(1, 1, 4, 64))
     >>> sealed.nbytes, sealed.arrays["scales"].dtype
@@ -152,6 +156,8 @@ def seal(
     where = f"{label}, {kind}" if label else kind
     if values.is_cuda and not torch.compiler.is_compiling():
         return _begin([Asked(method, kind, values, where, previous)], moment).wait()[0]
+    if kind == "keys" and moment is not None and values.ndim == 4:  # the reference refuses other shapes of values
+        _check_moment(moment, values, where)
     asked: dict[str, Any] = {
         "method": method.name,
         "parameters": asdict(cast("Any", method)),
@@ -284,7 +290,7 @@ def begin_chunk(
         return PendingChunk(_begin(asked, moment), start)
     sealed_keys = seal(scheme.keys, "keys", keys, moment, before[0], label)
     sealed_values = seal(scheme.values, "values", values, moment, before[1], label)
-    return PendingChunk(Sealed((sealed_keys, sealed_values)), start)
+    return PendingChunk(Finished((sealed_keys, sealed_values)), start)
 
 
 def _begin(asked: Sequence[Asked], moment: QueryMoment | None) -> PendingTensors:
@@ -298,9 +304,27 @@ def _begin(asked: Sequence[Asked], moment: QueryMoment | None) -> PendingTensors
             raise ShapeError(f"{each.label}: got shape {tuple(each.values.shape)}, need [B, H, N, D], not empty")
         if each.values.device != asked[0].values.device:
             raise DeviceError(f"{each.label} lives on {each.values.device}, the keys on {asked[0].values.device}")
+        if each.kind == "keys" and moment is not None:
+            _check_moment(moment, each.values, each.label)
     from quantwm_kernels.triton import sealing as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
 
     return kernels.seal(asked, moment)
+
+
+def _check_moment(moment: QueryMoment, keys: Tensor, label: str) -> None:
+    """Refuse a moment that is not of queries of these keys ``[B, H, N, D]``: a kernel would read beyond its end."""
+    mean = moment.mean
+    check_detached(mean, f"{label}, query moment")
+    batch, heads, _, channels = keys.shape
+    if tuple(mean.shape) != (batch, heads, channels, channels):
+        raise ShapeError(
+            f"{label}: query moment {tuple(mean.shape)} does not fit {tuple(keys.shape)}, "
+            f"need {(batch, heads, channels, channels)}"
+        )
+    if mean.dtype is not torch.float32:
+        raise DtypeError(f"{label}: query moment of {mean.dtype}, need torch.float32")
+    if mean.device != keys.device:
+        raise DeviceError(f"{label}: query moment on {mean.device}, the keys on {keys.device}; move one to the other")
 
 
 def _answer(sealed: SealedTensor | core_chunk.SealedTensor, layout: Mapping[str, Any]) -> np.ndarray:

@@ -21,7 +21,7 @@ from quantwm_kernels.affine import AffineCode, code_shapes, decoded_shape
 from quantwm_kernels.launch import LAUNCHES, on_device
 from quantwm_kernels.triton import packing
 from quantwm_kernels.triton.arithmetic import rounded
-from quantwm_kernels.triton.layer import Layer, Pair, padded, part_of, rows_of
+from quantwm_kernels.triton.layer import Layer, Pair, of_pair, padded, rows_of
 from quantwm_kernels.triton.packing import CODE_BITS, CODES_PER_BYTE, code_in
 from quantwm_kernels.triton.scales import step_of, stored_scale, super_scale_of
 
@@ -129,15 +129,15 @@ def encode_kernel(
     number = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
     residual = number
     if CLUSTERED:
-        index = part_of(first_index, second_index, stream, per_tensor) + own * tokens
-        stored = part_of(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
+        index = of_pair(first_index, second_index, stream, per_tensor) + own * tokens
+        stored = of_pair(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
         nearest = tl.load(index + token, mask=token < tokens, other=0).to(tl.int64) * CHANNELS
         centroid = tl.load(stored + nearest[:, None, None] + channel[None, :, :], mask=inside, other=0.0).to(tl.float32)
         residual = number - centroid
     piece = tl.arange(0, PIECES)
     span = tl.max(tl.load(largest + stream * pieces + piece, mask=piece < pieces, other=0.0), keep_dims=True)
     super_scale = super_scale_of(step_of_range(span))
-    super_scales = part_of(first_super, second_super, stream, per_tensor) + own + tl.arange(0, 1)
+    super_scales = of_pair(first_super, second_super, stream, per_tensor) + own + tl.arange(0, 1)
     tl.store(super_scales, super_scale, mask=(tl.arange(0, 1) + block) == 0)
     low, high = group_range(residual)
     super_scale = tl.broadcast_to(super_scale[:, None], (TILE, GROUPS_2))
@@ -148,11 +148,11 @@ def encode_kernel(
     code = tl.clamp(rounded(quotient(residual, divisor[:, :, None])) + zero[:, :, None], 0.0, LEVELS * 1.0)
     row = own * tokens + token
     cell = (token < tokens)[:, None] & (group[None, :] < GROUPS)
-    scales = part_of(first_scales, second_scales, stream, per_tensor)
+    scales = of_pair(first_scales, second_scales, stream, per_tensor)
     tl.store(scales + row[:, None] * GROUPS + group[None, :], bits.to(tl.uint8), mask=cell)
-    codes = part_of(first_codes, second_codes, stream, per_tensor)
+    codes = of_pair(first_codes, second_codes, stream, per_tensor)
     store_codes(codes, code, row, cell, group, CHANNELS, GROUP, GROUPS_2, GROUP_2, TILE)
-    zero_points = part_of(first_zeros, second_zeros, stream, per_tensor)
+    zero_points = of_pair(first_zeros, second_zeros, stream, per_tensor)
     if GROUPS == GROUPS_2:
         store_zero_points(zero_points + own * zero_bytes, zero, block, zero_bytes, GROUPS_2, TILE)
     else:

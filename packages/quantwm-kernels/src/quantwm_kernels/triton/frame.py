@@ -18,7 +18,7 @@ from quantwm_kernels.triton.arithmetic import (
     scaled,
 )
 from quantwm_kernels.triton.domain import to_bf16
-from quantwm_kernels.triton.layer import part_of, rows_of
+from quantwm_kernels.triton.layer import of_pair, rows_of
 
 UNIFORM: tl.constexpr = tl.constexpr(0)
 DIAGONAL: tl.constexpr = tl.constexpr(1)
@@ -132,7 +132,7 @@ def table_kernel(
         tl.store(table + block + place, number, mask=inside)
     if FINAL:
         exact = to_bf16(number)
-        stored = part_of(first_stored, second_stored, stream, per_tensor)
+        stored = of_pair(first_stored, second_stored, stream, per_tensor)
         tl.store(stored + stream % per_tensor * centroids * CHANNELS + place, exact, mask=inside)
         number = exact.to(tl.float32)
     shift = tl.load(exponent + stream)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from quantwm_core.errors import DtypeError, ShapeError
 from quantwm_kernels.launch import Launch, processors
-
-FORMATS = (torch.bfloat16, torch.float16, torch.float32)
+from quantwm_kernels.sealing import ACCEPTED
 
 
 @triton.jit
@@ -24,7 +23,7 @@ def rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
 
 
 @triton.jit
-def part_of(first, second, stream, per_tensor):
+def of_pair(first, second, stream, per_tensor):
     """Pointer to what a stream's tensor owns of a pair of results."""
     return first if stream < per_tensor else second
 
@@ -56,7 +55,7 @@ class Layer:
             ShapeError: Two different shapes, fewer than two axes, or no element.
         """
         first, last = tensors[0], tensors[-1]
-        if first.dtype not in FORMATS or last.dtype != first.dtype:
+        if first.dtype not in ACCEPTED or last.dtype != first.dtype:
             raise DtypeError(f"got {first.dtype} and {last.dtype}, need one of bfloat16, float16, float32 for both")
         if first.ndim < 2 or first.numel() == 0 or last.shape != first.shape:
             raise ShapeError(

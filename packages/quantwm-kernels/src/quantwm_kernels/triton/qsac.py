@@ -18,7 +18,7 @@ from quantwm_kernels.qsac import choice_shape
 from quantwm_kernels.triton import affine, codebook
 from quantwm_kernels.triton.affine import group_range
 from quantwm_kernels.triton.arithmetic import scaled
-from quantwm_kernels.triton.layer import Pair, part_of, rows_of
+from quantwm_kernels.triton.layer import Pair, of_pair, rows_of
 
 
 @triton.jit
@@ -45,8 +45,8 @@ def choose_kernel(
     shift = tl.load(exponent + stream)
     wanted = tl.where(stream < per_tensor, first_ranks, second_ranks)
     own = stream % per_tensor
-    stored = part_of(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
-    index = part_of(first_index, second_index, stream, per_tensor) + own * tokens
+    stored = of_pair(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
+    index = of_pair(first_index, second_index, stream, per_tensor) + own * tokens
     widest = tl.zeros((TILE, GROUPS_2), tl.float32)
     for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
         token = start + tl.arange(0, TILE)

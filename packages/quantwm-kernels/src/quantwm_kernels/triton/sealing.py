@@ -1,7 +1,7 @@
 """Sealing the tensors of a layer on a GPU: keys and values share every launch where they can, and nothing is waited for.
 
-Launches of ``quantwm`` do not grow with streams: seven, three a round of k-means, and three more for PSAC. Beside the unit
-and what is stored of it, ``S`` streams of ``N`` tokens need while they are sealed, in bytes::
+Launches of ``quantwm`` do not grow with streams: seven, three a round of k-means (four with ``metric="full"``), three more
+for PSAC, and two more where the groups of a token are no power of two. Beside the unit and what is stored of it, ``S`` streams of ``N`` tokens need while they are sealed, in bytes::
 
     8 S C D                     codebooks, FP32 and their weighted copies in two parts of BF16
     4 S C D * pieces            sums of a round; pieces = programs that the device runs at once / programs of a piece
@@ -101,8 +101,19 @@ def _warm(job: Asked) -> Tensor | None:
         return None
     batch, heads, tokens, channels = job.shape
     table = previous.arrays.get("centroids")
-    rows = min(tokens, method.centroids or core_codebook.default_size(tokens))
-    return table if table is not None and tuple(table.shape) == (batch, heads, rows, channels) else None
+    if table is None or tuple(table.shape) != (batch, heads, _rows(method, tokens), channels):
+        return None
+    if table.device != job.values.device:
+        raise DeviceError(
+            f"{job.label}: a warm start from a unit on {table.device}, the tensor is on {job.values.device}; "
+            "move one to the other"
+        )
+    return table
+
+
+def _rows(method: QuantWM | QVG, tokens: int) -> int:
+    """Centroids of a unit."""
+    return min(tokens, method.centroids or core_codebook.default_size(tokens))
 
 
 def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) -> list[Arrays]:
@@ -117,7 +128,7 @@ def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) 
     known = moment if keys else None
     weights, metric = _metric(layer, method, known, status)
     warm = [table.flatten(0, 1) for table in map(_warm, jobs) if table is not None]
-    rows = min(tokens, method.centroids or core_codebook.default_size(tokens))
+    rows = _rows(method, tokens)
     frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None, status[Status.MAGNITUDE])
     codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations)
     ranks = min(method.candidates, rows) if keys else 1
@@ -141,11 +152,16 @@ def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) 
 def _metric(layer: Layer, method: QuantWM, moment: QueryMoment | None, status: Tensor) -> tuple[Tensor, Tensor | None]:
     """Channel weights ``[S, D]`` of the residual ranges, and the metric of all streams; values have none."""
     weights = torch.ones((layer.streams, layer.channels), dtype=torch.float32, device=layer.first.device)
-    if moment is None or method.metric == "uniform":
+    if moment is None or not method.uses_queries("keys"):
         return weights, None
     own = layer.per_tensor
     mean = moment.mean.contiguous()
-    statistics.write_sensitivity(mean, weights[:own], status[Status.MOMENT, :own])
+    uniform = method.metric == "uniform"
+    # The status is written with the sensitivity, and PSAC relies on it whatever the metric is.
+    sensitivity = torch.empty_like(weights[:own]) if uniform else weights[:own]
+    statistics.write_sensitivity(mean, sensitivity, status[Status.MOMENT, :own])
+    if uniform:
+        return weights, None
     if method.metric == "diagonal":
         return weights, weights
     identity = torch.eye(layer.channels, dtype=torch.float32, device=mean.device)
@@ -162,7 +178,11 @@ def _clustered(
     count: int,
 ) -> list[Arrays]:
     """Arrays of each tensor, streams as batch and heads."""
-    named = {**codes._asdict(), "index": index, "centroids": stored}
+    return _by_tensor(streams, {**codes._asdict(), "index": index, "centroids": stored}, count)
+
+
+def _by_tensor(streams: tuple[int, int], named: Mapping[str, tuple[Tensor, Tensor]], count: int) -> list[Arrays]:
+    """Pairs of both tensors as arrays of each, streams as batch and heads."""
     return [
         {name: pair[tensor].view(*streams, *pair[tensor].shape[1:]) for name, pair in named.items()}
         for tensor in range(count)
@@ -175,7 +195,7 @@ def _qvg(jobs: Sequence[Asked], status: Tensor) -> list[Arrays]:
     group = core_affine.default_group_size(channels) if method.group_size is None else method.group_size
     core_affine.check_group_size(channels, group)
     layer = Layer.of(*(job.exact for job in jobs))
-    rows = min(tokens, method.centroids or core_codebook.default_size(tokens))
+    rows = _rows(method, tokens)
     named: dict[str, tuple[Tensor, Tensor]] = {}
     for stage in range(method.stages):
         suffix = f"_{stage + 1}" if stage else ""
@@ -191,10 +211,7 @@ def _qvg(jobs: Sequence[Asked], status: Tensor) -> list[Arrays]:
         code = affine.encode_layer(layer, group, largest, residual)._asdict()
     else:
         code = symmetric.encode_layer(layer, group, residual)._asdict()
-    return [
-        {name: pair[tensor].view(batch, heads, *pair[tensor].shape[1:]) for name, pair in {**code, **named}.items()}
-        for tensor in range(len(jobs))
-    ]
+    return _by_tensor((batch, heads), {**code, **named}, len(jobs))
 
 
 def _subtracted(layer: Layer, residual: Residual) -> Layer:
@@ -214,10 +231,7 @@ def _rtn(jobs: Sequence[Asked], layer: Layer) -> list[Arrays]:
         return [baselines.encode_channels(job.exact, size)._asdict() for job in jobs]
     core_affine.check_group_size(channels, size)
     codes = affine.encode_layer(layer, size, affine.largest_ranges(layer, size))
-    return [
-        {name: pair[tensor].view(batch, heads, *pair[tensor].shape[1:]) for name, pair in codes._asdict().items()}
-        for tensor in range(len(jobs))
-    ]
+    return _by_tensor((batch, heads), codes._asdict(), len(jobs))
 
 
 def _kivi(job: Asked) -> Arrays:

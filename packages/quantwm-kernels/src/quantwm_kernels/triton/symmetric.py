@@ -13,7 +13,7 @@ from quantwm_core.packing import packed_size
 from quantwm_kernels.launch import LAUNCHES
 from quantwm_kernels.triton.affine import Residual, as_e4m3, group_sizes, quotient, store_codes
 from quantwm_kernels.triton.arithmetic import rounded
-from quantwm_kernels.triton.layer import Layer, Pair, part_of, rows_of
+from quantwm_kernels.triton.layer import Layer, Pair, of_pair, rows_of
 from quantwm_kernels.triton.scales import E4M3_MAX, e4m3_bits, e4m3_number
 
 
@@ -35,10 +35,10 @@ def encode_kernel(
     rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
     GROUPS: tl.constexpr = CHANNELS // GROUP
     own = stream % per_tensor
-    index = part_of(first_index, second_index, stream, per_tensor) + own * tokens
-    stored = part_of(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
-    codes = part_of(first_codes, second_codes, stream, per_tensor)
-    scales = part_of(first_scales, second_scales, stream, per_tensor)
+    index = of_pair(first_index, second_index, stream, per_tensor) + own * tokens
+    stored = of_pair(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
+    codes = of_pair(first_codes, second_codes, stream, per_tensor)
+    scales = of_pair(first_scales, second_scales, stream, per_tensor)
     token = block * TILE + tl.arange(0, TILE)
     group, lane = tl.arange(0, GROUPS_2), tl.arange(0, GROUP_2)
     channel = group[None, :, None] * GROUP + lane[None, None, :]

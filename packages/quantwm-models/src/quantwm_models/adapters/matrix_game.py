@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quantwm_core.errors import ParameterError
+from quantwm_core.errors import ParameterError, StateError
 from quantwm_models.errors import HostError
 from quantwm_models.patching import Setting, called_by, named
 from quantwm_models.rolling_dict import MakeCache, RollingDict, hook, materialise, on_meta
@@ -44,7 +44,8 @@ class MatrixGame:
 
         Raises:
             HostError: The object lacks what the pipelines have.
-            ParameterError: ``window`` does not exceed a chunk.
+            StateError: It has a cache under it already.
+            ParameterError: ``window`` is less than a chunk.
         """
         try:
             blocks = list(pipeline.generator.model.blocks)
@@ -57,6 +58,8 @@ class MatrixGame:
                 f".action_model: {error}"
             ) from error
         allocate = getattr(pipeline, _ACTION_ALLOCATOR, None)
+        if isinstance(allocate, _ActionAllocator):
+            raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
         if not callable(allocate) or "device" not in inspect.signature(allocate).parameters:
             raise HostError(f"{type(pipeline).__qualname__}: need a method {_ACTION_ALLOCATOR}(..., device)")
         if self.window is not None and self.window < chunk:

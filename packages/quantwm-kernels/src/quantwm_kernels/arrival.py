@@ -1,0 +1,37 @@
+"""Memory that one stream of a GPU writes and others read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Arrival:
+    """When tensors stand written that the current stream was told to write.
+
+    Args:
+        tensors: CUDA tensors of one device, allocated and written on its current stream.
+        device: That device.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self._tensors = tuple(tensors)
+        self._device = device
+        self._stream = torch.cuda.current_stream(device)
+        self._written = torch.cuda.Event()
+        self._written.record(self._stream)
+
+    def expect(self) -> None:
+        """Let the current stream wait until they are written, and keep their memory until it has read them.
+
+        A stream that a CUDA graph captures may not wait for what happened before; a graph replays after it, and whoever
+        keeps the graph keeps the tensors.
+        """
+        current = torch.cuda.current_stream(self._device)
+        if current == self._stream or torch.cuda.is_current_stream_capturing():
+            return
+        current.wait_event(self._written)
+        for tensor in self._tensors:
+            tensor.record_stream(current)

@@ -1,0 +1,67 @@
+"""How long work takes where it runs, which on a GPU the host's clock does not tell: there it only launches."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+
+class Mark(NamedTuple):
+    """Where something began: on the host's clock, or on a GPU's stream, or untimed with neither."""
+
+    host: float | None
+    event: torch.cuda.Event | None = None
+    stream: torch.cuda.Stream | None = None
+
+
+class Stopwatch:
+    """Seconds between starts and stops.
+
+    On a GPU these are events in the stream that is current at the start: what was queued before does not count, nor does the
+    time that the host waits, and only :meth:`seconds` waits for them. What a CUDA graph captures is not timed, and
+    neither are its replays.
+
+    >>> watch = Stopwatch()
+    >>> watch.stop(watch.start(torch.device("cpu")))
+    >>> watch.seconds() > 0
+    True
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def start(self, device: torch.device) -> Mark:
+        """Work on ``device`` begins."""
+        if device.type != "cuda":
+            return Mark(time.perf_counter())
+        if torch.cuda.is_current_stream_capturing():
+            return Mark(None)
+        stream, event = torch.cuda.current_stream(device), torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return Mark(None, event, stream)
+
+    def stop(self, mark: Mark) -> None:
+        """It is done, or launched."""
+        if mark.host is not None:
+            self._seconds += time.perf_counter() - mark.host
+        elif mark.event is not None and mark.stream is not None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(mark.stream)
+            self._running.append((mark.event, event))
+            while self._running and self._running[0][1].query():  # what is over need not be kept
+                self._add_first()
+
+    def seconds(self) -> float:
+        """Seconds so far, once the GPU has passed all that was stopped."""
+        while self._running:
+            self._running[0][1].synchronize()
+            self._add_first()
+        return self._seconds
+
+    def _add_first(self) -> None:
+        first, last = self._running.popleft()
+        self._seconds += first.elapsed_time(last) / 1000  # from milliseconds

@@ -1,0 +1,105 @@
+"""Who waits for memory that another stream writes; streams and events are pretended, so that no GPU is needed."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from quantwm_core.method import scheme
+from quantwm_kernels import reading
+from quantwm_kernels.arrival import Arrival
+from quantwm_kernels.methods import seal_chunk
+from quantwm_kernels.reading import Piece, ReadPlan
+
+
+class Stream:
+    """A stream that notes what it waits for."""
+
+    def __init__(self) -> None:
+        self.waited: list[Event] = []
+
+    def wait_event(self, event: Event) -> None:
+        self.waited.append(event)
+
+
+class Event:
+    """An event that notes where it was recorded."""
+
+    recorded: Stream | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.recorded = stream
+
+
+class Table:
+    """A tensor that notes the streams that it is kept for."""
+
+    def __init__(self) -> None:
+        self.readers: list[Stream] = []
+
+    def record_stream(self, stream: Stream) -> None:
+        self.readers.append(stream)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """Streams, the last of which is current."""
+    entered = [Stream()]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: entered[-1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return entered
+
+
+def test_another_stream_waits_and_keeps_the_memory(streams: list[Stream]) -> None:
+    table = Table()
+    arrival = Arrival([cast("Any", table)], torch.device("cuda", 0))
+    arrival.expect()
+    assert not streams[0].waited
+    assert not table.readers
+    streams.append(Stream())
+    arrival.expect()
+    assert [event.recorded for event in streams[1].waited] == [streams[0]]
+    assert table.readers == [streams[1]]
+
+
+def test_a_captured_stream_waits_for_nothing(streams: list[Stream], monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table()
+    arrival = Arrival([cast("Any", table)], torch.device("cuda", 0))
+    streams.append(Stream())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    arrival.expect()
+    assert not streams[1].waited
+    assert not table.readers
+
+
+@pytest.mark.usefixtures("streams")
+def test_a_plan_makes_tables_for_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+
+    def batches(keys: object, values: object, device: torch.device, launch: object) -> tuple[()]:
+        made.append(device)
+        return ()
+
+    monkeypatch.setattr(reading, "batches", batches)
+    plan = ReadPlan([Piece(seal_chunk(scheme("bf16"), *torch.ones(2, 1, 1, 4, 8)), 0, 4, 0)])
+    with FakeTensorMode():
+        for index in (0, 0, 1):
+            out: Tensor = torch.empty(1, 1, 4, 8, dtype=torch.bfloat16, device=torch.device("cuda", index))
+            plan.into(out, out)
+    assert made == [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+def test_a_plan_of_no_token_needs_neither_triton_nor_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(_: str) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(reading, "check_available", unavailable)
+    unit = seal_chunk(scheme("bf16"), *torch.ones(2, 1, 1, 4, 8))
+    part = reading.Part(unit.keys.row, 4, 4, 0)
+    assert reading.batches([], [], torch.device("cuda", 0)) == ()
+    assert reading.batches([part], [part], torch.device("cuda", 0)) == ()
