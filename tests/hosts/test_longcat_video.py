@@ -147,6 +147,7 @@ def test_segments(load: Load, name: str) -> None:
     report = prove(lambda: lived(load, **CASES[name]), (3, 2)).report()
     assert (report.tokens, report.sealed_tokens) == (LAYERS * COND * FRAME, LAYERS * COND * FRAME)
     assert report.active_nbytes == 0
+    assert report.host_nbytes == (report.sealed_nbytes if "offload_kv_cache" in CASES[name] else 0)
     assert report.workspace_nbytes == WIDTH * COND * FRAME
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from jaxtyping import BFloat16, Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,9 +23,10 @@ from quantwm_kernels.launch import check_served
 from quantwm_kernels.reading import ReadPlan
 from quantwm_kernels.statistics import second_moment
 from quantwm_models.causality import CausalQueries
-from quantwm_models.contents import Contents, KeyFrame, located, placed
+from quantwm_models.contents import Contents, KeyFrame, Unit, located, pieces, placed
 from quantwm_models.geometry import ACCEPTED, Geometry, copied_chunk
 from quantwm_models.observer import CacheObserver
+from quantwm_models.offload import Offload, Staged
 from quantwm_models.report import CacheReport
 from quantwm_models.workspace import Segment, Workspace
 
@@ -43,6 +45,7 @@ class LayerCache:
         sink: First tokens that the window never evicts; sealed units are cut there.
         window: Live tokens at most, sink and active chunk included; None keeps all.
         workspace: Memory for reads; pass one to all layers, or each gets its own.
+        offload: Keep sealed units in host memory, of which all layers share one; None keeps them where they are read.
         observers: See :class:`quantwm_models.observer.CacheObserver`.
         parameters: Settings of the scheme when ``scheme`` is a name: ``rank=16``, ``values="bf16"``, ``decay=0.9``.
 
@@ -72,6 +75,7 @@ class LayerCache:
         sink: int = 0,
         window: int | None = None,
         workspace: Workspace | None = None,
+        offload: Offload | None = None,
         observers: Sequence[CacheObserver] = (),
         **parameters: Any,
     ) -> None:
@@ -84,13 +88,15 @@ class LayerCache:
         self.observers = list(observers)
         self.workspace = Workspace() if workspace is None else workspace
         self.workspace.reserve(window or 0)
+        self.offload = offload
         # A method that states that it uses no queries is spared their statistics.
         self._learns = self.scheme.uses_queries
         self._settings = Stream(self.scheme.chunks_per_seal, self.scheme.recent_tokens, sink, window)
         self._contents = self._nothing()
         self._geometry: Geometry | None = None
         self._decode_seconds = 0.0
-        self._plans: dict[tuple[tuple[Segment, int], ...], ReadPlan] = {}
+        self._plans: dict[tuple[tuple[int, ...], tuple[tuple[Segment, int], ...]], ReadPlan] = {}
+        self._generation = 0
         self.version = 0
         self.key_frame: KeyFrame | None = None
 
@@ -299,6 +305,19 @@ class LayerCache:
         """Forget all tokens, but not what is known of the queries: the host builds its cache anew."""
         self._forget(replace(self._nothing(), queries=self._contents.queries.folded()))
 
+    def store_in(self, offload: Offload | None) -> None:
+        """Keep sealed units in host memory from now on, those of before too; None brings them back."""
+        if offload is self.offload:
+            return
+        with self._located():
+            before, contents = self.offload, self._contents
+            if self._geometry is not None:
+                contents = self._moved(contents, offload, self._geometry.device)
+            self.offload, self._contents = offload, contents
+            self._plans.clear()
+            if before is not None:
+                before.forget(self)
+
     def report(self) -> CacheReport:
         """What the cache holds and what it cost since it was cleared."""
         contents = self._contents
@@ -313,6 +332,8 @@ class LayerCache:
             sealed_bf16_nbytes=sealed * width,
             sealed_nbytes=sum(unit.chunk.nbytes for unit in contents.units.values()),
             active_nbytes=storage_nbytes(tensor for piece in contents.exact for tensor in (piece.keys, piece.values)),
+            host_nbytes=sum(unit.block.nbytes for unit in contents.units.values() if unit.block is not None),
+            staging_nbytes=0 if self.offload is None else self.offload.nbytes,
             state_nbytes=contents.queries.nbytes,
             workspace_nbytes=self.workspace.nbytes,
             chunks_sealed=contents.chunks_sealed,
@@ -329,6 +350,8 @@ class LayerCache:
         before = self.stream.live
         self._contents, self._geometry, self._decode_seconds = empty, None, 0.0
         self._plans.clear()
+        if self.offload is not None:
+            self.offload.forget(self)
         self.version += 1
         for observer in self.observers:
             for span in before:
@@ -338,6 +361,8 @@ class LayerCache:
         """Seal what is due in ``contents``, make them the cache's, then tell the observers."""
         before = self._contents
         settled, sealings = contents.settle(self.scheme, self.key_frame)
+        if geometry is not None:
+            settled = self._moved(settled, self.offload, geometry.device)
         if settled.units.keys() != before.units.keys():
             self._plans.clear()  # a plan keeps its units alive
         self._contents, self._geometry = settled, geometry
@@ -347,6 +372,27 @@ class LayerCache:
                 observer.sealed(self, *sealing)
             for span in before.gone(settled):
                 observer.evicted(self, *span)
+
+    def _moved(self, contents: Contents, offload: Offload | None, device: torch.device) -> Contents:
+        """The contents with their units where they are to be kept."""
+        if offload is None:
+            return contents.moved(lambda unit: unit if unit.block is None else Unit(unit.serial, unit.chunk.to(device)))
+        moved = contents.moved(lambda unit: offload.take(unit, device))
+        offload.expect(self, tuple(moved.units.values()), device)
+        return moved
+
+    @contextmanager
+    def _staged(self, segments: Sequence[Segment]) -> Iterator[Staged]:
+        """The units where they can be read, brought there if ``segments`` are of any."""
+        units = tuple(self._contents.units.values())
+        if self.offload is None or not {unit.serial for unit in units} & {segment.source for segment in segments}:
+            yield Staged((), units)
+            return
+        with self.offload.staged(self) as staged:
+            if staged.key[0] != self._generation:
+                self._generation = staged.key[0]
+                self._plans.clear()  # they keep memory alive that was given back
+            yield staged
 
     def _located(self) -> AbstractContextManager[None]:
         """Name the layer in errors."""
@@ -366,17 +412,18 @@ class LayerCache:
         self.workspace.holds(segments[:kept])
         offset = sum(segment.stop - segment.start for segment in segments[:kept])
         missing = segments[kept:]
-        self._plan_of(missing).into(keys[:, :, offset:], values[:, :, offset:])
+        with self._staged(missing) as staged:
+            self._plan_of(missing, staged).into(keys[:, :, offset:], values[:, :, offset:])
         self._contents.write_exact(missing, keys[:, :, offset:], values[:, :, offset:])
         self.workspace.holds(segments)
         self._decode_seconds += time.perf_counter() - begun
 
-    def _plan_of(self, segments: tuple[Segment, ...]) -> ReadPlan:
+    def _plan_of(self, segments: tuple[Segment, ...], staged: Staged) -> ReadPlan:
         """How to reconstruct the sealed ones among ``segments``, made once as long as no unit comes or goes."""
-        sealed = {unit.serial for unit in self._contents.units.values()}
+        sealed = {unit.serial for unit in staged.units}
         wanted = tuple((segment, place) for segment, place in placed(segments) if segment.source in sealed)
-        if wanted not in self._plans:
+        if (staged.key, wanted) not in self._plans:
             if len(self._plans) == MOST_PLANS:
                 self._plans.clear()
-            self._plans[wanted] = ReadPlan(self._contents.pieces(segments))
-        return self._plans[wanted]
+            self._plans[staged.key, wanted] = ReadPlan(pieces(segments, staged.chunks()))
+        return self._plans[staged.key, wanted]

@@ -19,6 +19,7 @@ from torch import Tensor
 from quantwm_core.errors import ParameterError, StateError
 from quantwm_models.cache import LayerCache
 from quantwm_models.errors import HostError
+from quantwm_models.offload import Offload
 from quantwm_models.patching import named, replaced, restored
 from quantwm_models.rebuilt import Sealed, rebuild
 from quantwm_models.rolling_dict import MakeCache
@@ -64,12 +65,12 @@ class LongCatVideo:
             ) from error
         if any(isinstance(process, _Layer) for _, _, process in attentions):
             raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
-        workspace = Workspace()
+        workspace, offload = Workspace(), Offload()
         with ExitStack() as stack:
             stack.enter_context(restored(pipeline, "kv_cache_dict"))
             for number, (block, (attention, frequencies, process)) in enumerate(zip(blocks, attentions, strict=True)):
                 cache = make_cache(number, workspace=workspace, rebuilt=True)
-                layer = _Layer(cache, process, frequencies, self.first_units)
+                layer = _Layer(cache, process, frequencies, self.first_units, offload)
                 stack.enter_context(replaced(attention, _ATTEND, layer))
                 stack.enter_context(_followed(block, layer))
             return stack.pop_all().close
@@ -79,9 +80,15 @@ class _Layer:
     """One layer: its attention function, what it was asked, and its cache."""
 
     def __init__(
-        self, cache: LayerCache, attend: Callable[..., Any], frequencies: Mapping[Any, Tensor], first_units: int
+        self,
+        cache: LayerCache,
+        attend: Callable[..., Any],
+        frequencies: Mapping[Any, Tensor],
+        first_units: int,
+        offload: Offload,
     ) -> None:
         self.cache = cache
+        self.chosen, self.offload = cache.offload, cache.offload or offload
         self.attend = attend
         self.frequencies = frequencies
         self.first_units = first_units
@@ -101,14 +108,16 @@ class _Layer:
     def build(self, keys: Tensor, values: Tensor, shape: Any) -> tuple[Sealed, Sealed]:
         """Seal a history of ``shape`` (frames, height, width), keys before rotation."""
         frames, self.batch = int(shape[0]), keys.shape[0]
+        self.cache.rewind()
+        self.cache.store_in(self.chosen)  # the host says for each history whether it is moved away
         if not self.cache.scheme.uses_queries or self.passed is None:
-            return rebuild(self.cache, keys, values, None, [keys.shape[2]])
+            return rebuild(self.cache, keys, values, None, [keys.shape[2]], self.offload)
         queries, rotated = self.passed
         angles = self._angles(tuple(shape), keys, rotated)
         self.cache.key_frame = lambda moment, span: before_rotation(moment, angles[slice(*span)])
         known = self.cache.queries.folded().past is not None
         tokens = [keys.shape[2] // frames * part for part in _shares(frames, 1 if known else self.first_units)]
-        return rebuild(self.cache, keys, values, queries, tokens)
+        return rebuild(self.cache, keys, values, queries, tokens, self.offload)
 
     def _angles(self, shape: tuple[int, ...], keys: Tensor, rotated: Tensor) -> Tensor:
         """Angles of rotation, ``[N, D / 2]``, and the assurance that they are what the host rotates by."""
