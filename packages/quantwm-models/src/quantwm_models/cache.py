@@ -51,7 +51,8 @@ class LayerCache:
 
     Attributes:
         key_frame: Where keys are cached in another frame than that in which queries meet them: what makes of the moment of
-            the queries the one that a unit's keys see, given its absolute tokens. None where both are the same.
+            the queries, which may then have other channels, the one that a unit's keys see, given its absolute tokens. None
+            where both are the same.
 
     >>> import torch
     >>> generator = torch.Generator().manual_seed(0)
@@ -190,7 +191,9 @@ class LayerCache:
             if queries.dtype not in ACCEPTED:
                 raise DtypeError(f"queries: got {queries.dtype}, need torch.bfloat16, float16 or float32")
             batch, heads, channels, _, _ = self._known()
-            fits = queries.ndim == 4 and queries.shape[0] == batch and queries.shape[3] == channels
+            # Queries may have other channels where the frame says what they are to the keys.
+            framed = self.key_frame is not None
+            fits = queries.ndim == 4 and queries.shape[0] == batch and (framed or queries.shape[3] == channels)
             if not fits or queries.shape[1] % heads:
                 raise ShapeError(
                     f"queries: got {tuple(queries.shape)}, need [{batch}, multiple of {heads}, T, {channels}]"
