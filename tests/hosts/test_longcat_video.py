@@ -186,6 +186,6 @@ def test_a_pipeline_of_another_shape_is_refused_before_anything_changes(load: Lo
         attach(live.pipeline)
     del live.pipeline.dit.blocks[1].attn.rope_3d.freqs_dict
     before = footprint(live)
-    with pytest.raises(HostError, match=r"LongCatVideoPipeline: need \.blocks of \.attn"):
+    with pytest.raises(HostError, match=r"LongCatVideoPipeline: need \.blocks of \.attn or"):
         attach(live.pipeline)
     assert footprint(live) == before
