@@ -20,7 +20,13 @@ def importing(root: Path) -> Iterator[Callable[[str], Any]]:
     for name in NEEDS:
         pytest.importorskip(name)
     pytest.importorskip("transformers").PreTrainedModel  # noqa: B018  # it asks for torchvision, and must not find the stub
-    stubs: dict[str, dict[str, object]] = {"torchvision": {}, "torchvision.utils": {"make_grid": None}}
+    # The settings import the pipelines, which import the settings; nothing here needs more of them than the names.
+    settings = dict.fromkeys(("FastVideoArgs", "TrainingArgs", "ExecutionMode", "WorkloadType"), object)
+    stubs: dict[str, dict[str, object]] = {
+        "torchvision": {},
+        "torchvision.utils": {"make_grid": None},
+        "fastvideo.fastvideo_args": dict(settings),
+    }
     with pytest.MonkeyPatch.context() as patch, checkout.importing(root, bare=BARE, stubs=stubs) as load:
         cpu = load("fastvideo.platforms.cpu").CpuPlatform
         dense = "fastvideo.attention.backends.sdpa.SDPABackend"
