@@ -59,8 +59,8 @@ def lived(load: Load, **more: Any) -> Live:
                 start = number * CHUNK
                 with torch.no_grad(), fastvideo.calling(load):
                     new = model(x, text, times, kv_cache=caches, current_start=start * FRAME, start_frame=start)
-                x = (0.5 * x + 0.5 * new).to(torch.bfloat16) if step else x
-            made.append(new.clone())
+                x = (0.5 * x + 0.5 * new).to(torch.bfloat16)
+            made.append(x)
         return torch.cat(made, dim=2)
 
     return Live(stage, (module,), video, ("__warningregistry__",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from quantwm_kernels.statistics import second_moment
 from quantwm_models.causality import CausalQueries
 from quantwm_models.contents import Contents, KeyFrame, Unit, located, pieces, placed
 from quantwm_models.geometry import ACCEPTED, Geometry, copied_chunk
+from quantwm_models.memory import advice, explained, free_nbytes
 from quantwm_models.observer import CacheObserver
 from quantwm_models.offload import Offload, Staged
 from quantwm_models.report import CacheReport
@@ -397,9 +398,18 @@ class LayerCache:
                 self._plans.clear()  # they keep memory alive that was given back
             yield staged
 
-    def _located(self) -> AbstractContextManager[None]:
-        """Name the layer in errors."""
-        return located(f"layer {self.layer}")
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        """Name the layer in errors, and say what would fit where memory ran out."""
+        with located(f"layer {self.layer}"), explained(self._advice):
+            yield
+
+    def _advice(self) -> str:
+        token, device = 0, torch.device("cpu")
+        if self._geometry is not None:
+            batch, heads, key_channels, value_channels, device = self._geometry
+            token = 2 * batch * heads * (key_channels + value_channels)
+        return advice(self.report(), token, free_nbytes(device), offloaded=self.offload is not None)
 
     def _known(self) -> Geometry:
         if self._geometry is None:
