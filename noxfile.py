@@ -105,7 +105,7 @@ def hosts(session: nox.Session) -> None:
         session,
         *group("test"),
         through="models",
-        extra="causal_forcing,hy_world,lingbot_world,longcat_video,matrix_game",
+        extra="causal_forcing,fastvideo,hy_world,lingbot_world,longcat_video,matrix_game",
     )
     pytest(session, "tests/hosts", **ONE_THREAD)
 

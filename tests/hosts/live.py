@@ -82,6 +82,11 @@ def footprint(live: Live) -> dict[str, Any]:
     }
 
 
+def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What differs between two looks at a host."""
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+
+
 def _held(value: object) -> Iterable[object]:
     if isinstance(value, dict):
         return (*value.keys(), *value.values())
@@ -116,7 +121,8 @@ def prove(make: Callable[[], Live], chunks: tuple[int, ...], adapter: Any = None
         untouched = footprint(host)
         with attach(host.pipeline, "bf16", adapter=adapter):
             assert [bits(host.video(seed, count)) for seed, count in enumerate(chunks)] == plain
-        assert footprint(host) == untouched
+        differences = changed(untouched, footprint(host))
+        assert not differences, differences
     with attach(fresh.pipeline, "quantwm", adapter=adapter, iterations=2) as attachment:
         quantized = [fresh.video(seed, count) for seed, count in enumerate(chunks)]
     assert footprint(fresh) == before

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quantwm_core.errors import StateError
 from quantwm_models import adapters, attach
+from quantwm_models.adapters.hy_world import HyWorld
 from quantwm_models.errors import HostError
 from tests.hosts.checkout import checkouts, importing
 from tests.hosts.live import Live, footprint, prove, randomise, refuses_others
@@ -257,11 +258,13 @@ def lived_hunyuan(load: Load, *, guided: bool) -> Live:
     return Live(pipeline, tuple(load(f"hyvideo.{name}") for name in modules), video, ("chunk_num", "attn_param"))
 
 
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("guided", [False, True])
-def test_hunyuan(load_hunyuan: Load, guided: bool) -> None:
-    attachment = prove(lambda: lived_hunyuan(load_hunyuan, guided=guided), (7, 3))
+def test_hunyuan(load_hunyuan: Load, guided: bool, once: bool) -> None:
+    attachment = prove(lambda: lived_hunyuan(load_hunyuan, guided=guided), (7, 3), HyWorld(once))
     report = attachment.report()
     assert report.tokens == report.sealed_tokens == (1 + guided) * LAYERS * 2 * CHUNK * HUNYUAN_FRAME
+    assert report.sealed_bf16_nbytes == report.tokens * WIDTH // (1 + once)
     assert report.active_nbytes == 0
     assert all("basis" in chunk.keys.arrays for cache in attachment.caches for chunk in cache.chunks)
 
@@ -280,10 +283,12 @@ def test_a_pipeline_of_another_shape_is_refused_before_anything_changes(load_hun
 
 
 @pytest.mark.slow
-def test_wan(load_wan: Load) -> None:
-    attachment = prove(lambda: lived_wan(load_wan), (3, 2))
+@pytest.mark.parametrize("once", [False, True])
+def test_wan(load_wan: Load, once: bool) -> None:
+    attachment = prove(lambda: lived_wan(load_wan), (3, 2), HyWorld(once))
     report = attachment.report()
     assert report.tokens == report.sealed_tokens == LAYERS * CHUNK * WAN_FRAME
+    assert report.sealed_bf16_nbytes == report.tokens * WIDTH // (1 + once)
     assert report.active_nbytes == 0
     # The first chunk's queries weigh the first cache.
     assert all("basis" in chunk.keys.arrays for cache in attachment.caches for chunk in cache.chunks)

@@ -1,7 +1,7 @@
 """HY-World's two pipelines in small: caches that are made anew before each chunk, attention that runs twice."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,19 +41,66 @@ def weights(seed: int, count: int) -> nn.Parameter:
     return nn.Parameter(drawn.to(torch.bfloat16), requires_grad=False)
 
 
-def kinds(x: Tensor, frames: Tensor) -> tuple[Tensor, ...]:
-    """Keys or queries ``[B, H, N, D]`` as RoPE and as ProPE would have them: scaled and turned by their frame."""
-    scale = (1 + 0.1 * frames.repeat_interleave(FRAME))[:, None]
-    return (x * scale).to(x.dtype), (x.roll(1, dims=-1) / scale).to(x.dtype)
+class Scene(NamedTuple):
+    """Where frames are: angles as cosines and sines ``[1, 1, N, D]``, and cameras ``[1, frames, 4, 4]``."""
+
+    rotation: tuple[Tensor, Tensor]
+    views: Tensor
+
+
+def scene(frames: Tensor) -> Scene:
+    """The scene of frames with these numbers."""
+    angles = frames.repeat_interleave(FRAME)[:, None] * 0.7 ** torch.arange(CHANNELS // 2)
+    angles = angles.repeat_interleave(2, dim=-1)[None, None]
+    views = torch.eye(4).repeat(1, len(frames), 1, 1)
+    views[0, :, 0, 0], views[0, :, 0, 1] = (0.2 * frames).cos(), (0.2 * frames).sin()
+    views[0, :, 1, 0], views[0, :, 1, 1] = -(0.2 * frames).sin(), (0.2 * frames).cos()
+    views[0, :, 2, 3] = 0.3 * frames
+    return Scene((angles.cos(), angles.sin()), views.to(torch.bfloat16))
+
+
+def prope_qkv(q: Tensor, k: Tensor, v: Tensor, *, viewmats: Tensor, Ks: Any = None) -> tuple[Any, ...]:
+    """Queries, keys and values ``[B, H, N, D]`` by their camera."""
+    inverse = viewmats.float().inverse().to(viewmats.dtype)
+
+    def tiled(x: Tensor, matrices: Tensor) -> Tensor:
+        tiles = x.reshape(*x.shape[:2], matrices.shape[1], -1, x.shape[3] // 4, 4)
+        return torch.einsum("bcij,bhcntj->bhcnti", matrices, tiles).reshape(x.shape)
+
+    return tiled(q, viewmats.mT), tiled(k, inverse), tiled(v, inverse), lambda x: tiled(x, viewmats)
+
+
+def apply_rotary_emb(
+    xq: Tensor, xk: Tensor, freqs_cis: tuple[Tensor, Tensor], head_first: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys ``[B, N, H, D]``, each two neighbouring channels turned."""
+    assert not head_first
+    cosines, sines = (each.transpose(1, 2) for each in freqs_cis)
+    turned = (torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2).float() for x in (xq, xk))
+    first, second = ((x.float() * cosines + y * sines).to(x.dtype) for x, y in zip((xq, xk), turned, strict=True))
+    return first, second
 
 
 class Processor:
     """Self-attention of the 5B model."""
 
-    def __call__(self, layer: Any, x: Tensor, cache: Any, is_cache: bool, frames: Tensor) -> tuple[Tensor, Any]:
+    otherwise = False  # computes the same rotation in another way, as a compiler may
+
+    def rotate(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """Keys or queries ``[B, H, N, D]`` after RoPE."""
+        if self.otherwise:
+            rotation = (rotation[0] * (1 - 2**-9), rotation[1])
+        cosines, sines = (each[..., ::2] for each in rotation)
+        first, second = x[..., ::2], x[..., 1::2]
+        both = torch.stack([first * cosines - second * sines, first * sines + second * cosines], dim=-1)
+        return both.flatten(-2).to(x.dtype)
+
+    def __call__(self, layer: Any, x: Tensor, cache: Any, is_cache: bool, place: Scene) -> tuple[Tensor, Any]:
         """The output, and the cache if it is asked for."""
         q, k, v = ((x @ each).unflatten(-1, (HEADS, CHANNELS)).transpose(1, 2) for each in layer.weights[:3])
-        queries, keys, values = (kinds(each, frames) for each in (q, k, v))
+        *projected, back = prope_qkv(q, k, v, viewmats=place.views, Ks=None)
+        raw = (self.rotate(q, place.rotation), self.rotate(k, place.rotation), v)
+        queries, keys, values = (tuple(each) for each in zip(raw, projected, strict=True))
         old = cache["k"], cache["v"]
         made = {}
         if old[1] is not None and not is_cache:
@@ -65,7 +112,7 @@ class Processor:
             made = {"k": torch.cat(keys, dim=-1), "v": torch.cat(values, dim=-1)}
         query, key, value = (torch.cat(each) for each in (queries, keys, values))
         first, second = sageattn(query, key, value, tensor_layout="HND").chunk(2)
-        return (first + second).transpose(1, 2).flatten(2), made
+        return (first + back(second)).transpose(1, 2).flatten(2), made
 
 
 class WanBlock(nn.Module):
@@ -76,9 +123,11 @@ class WanBlock(nn.Module):
         self.attn1 = SimpleNamespace(processor=Processor())
         self.weights = weights(seed, 4)
 
-    def forward(self, x: Tensor, prompt: Tensor, temb: Any, rope: Tensor, kv_cache: Any, is_cache: bool) -> Any:
+    def forward(
+        self, x: Tensor, prompt: Tensor, temb: Any, rotary_emb: Any, kv_cache: Any, is_cache: bool, views: Tensor
+    ) -> Any:
         """The output, and the cache if it is asked for."""
-        made, cache = self.attn1.processor(self, x, kv_cache, is_cache, rope)
+        made, cache = self.attn1.processor(self, x, kv_cache, is_cache, Scene(rotary_emb, views))
         x = x + made
         q, k = ((each @ self.weights[3]).unflatten(-1, (HEADS, CHANNELS)).transpose(1, 2) for each in (x, prompt))
         return x + sageattn(q, k, k).transpose(1, 2).flatten(2), cache
@@ -98,10 +147,10 @@ class WanPipeline:
         self._kv_cache: Any = [{"k": None, "v": None} for _ in self.transformer.blocks]
 
     def _model(self, x: Tensor, start: int, is_cache: bool) -> Any:
-        frames, made = torch.arange(start, start + x.shape[1] // FRAME), []
+        place, made = scene(torch.arange(start, start + x.shape[1] // FRAME)), []
         prompt = torch.ones(1, 3, WIDTH, dtype=x.dtype)
         for number, block in enumerate(self.transformer.blocks):
-            x, cache = block(x, prompt, None, frames, self._kv_cache[number], is_cache)
+            x, cache = block(x, prompt, None, place.rotation, self._kv_cache[number], is_cache, place.views)
             made.append(cache)
             if self.fails:
                 raise LookupError
@@ -130,13 +179,17 @@ class VisionBlock(nn.Module):
         super().__init__()
         self.weights = weights(seed, 3)
 
-    def forward(self, *, x: Tensor, frames: Tensor, block_idx: int, kv_cache: Any, cache_vision: bool) -> Any:
+    def forward(self, *, x: Tensor, place: Scene, block_idx: int, kv_cache: Any, cache_vision: bool) -> Any:
         """The output, and the cache if it is asked for."""
-        parts = ((x @ each).unflatten(-1, (HEADS, CHANNELS)) for each in self.weights)
-        q, k, v = (tuple(each.transpose(1, 2) for each in kinds(part.transpose(1, 2), frames)) for part in parts)
+        q, k, v = ((x @ each).unflatten(-1, (HEADS, CHANNELS)) for each in self.weights)
+        by_head = (each.permute(0, 2, 1, 3) for each in (q, k, v))
+        *projected, back = prope_qkv(*by_head, viewmats=place.views, Ks=None)
+        raw = (*apply_rotary_emb(q, k, place.rotation, head_first=False), v)
+        queries, keys, values = ((one, other.permute(0, 2, 1, 3)) for one, other in zip(raw, projected, strict=True))
         first, second, made = sequence_parallel_attention_vision(
-            q, k, v, block_idx=block_idx, kv_cache=kv_cache, cache_vision=cache_vision
+            queries, keys, values, block_idx=block_idx, kv_cache=kv_cache, cache_vision=cache_vision
         )
+        second = back(second.unflatten(-1, (HEADS, CHANNELS)).transpose(1, 2)).transpose(1, 2).flatten(2)
         return x + first + second, made
 
 
@@ -162,9 +215,9 @@ class HunyuanVideo_1_5_Pipeline:  # noqa: N801  # the host's name
         return list(enumerate(self.transformer.double_blocks))
 
     def _model(self, x: Tensor, start: int, caches: Any, cache_vision: bool) -> Any:
-        frames, made = torch.arange(start, start + x.shape[1] // FRAME), []
+        place, made = scene(torch.arange(start, start + x.shape[1] // FRAME)), []
         for number, block in self._blocks():
-            x, vision = block(x=x, frames=frames, block_idx=number, kv_cache=caches, cache_vision=cache_vision)
+            x, vision = block(x=x, place=place, block_idx=number, kv_cache=caches, cache_vision=cache_vision)
             made.append({**caches[number], **vision})
         return made if cache_vision else x
 

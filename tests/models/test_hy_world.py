@@ -9,12 +9,13 @@ from torch import Tensor
 
 from quantwm_core.errors import StateError
 from quantwm_models import CacheObserver, LayerCache, adapters, attach
+from quantwm_models.adapters.hy_world import HyWorld
 from quantwm_models.errors import HostError
 from tests.models import hy_world_host
 from tests.models.chunks import bits
 from tests.models.hy_world_host import CHANNELS, CHUNK, FRAME, HEADS, HunyuanVideo_1_5_Pipeline, WanPipeline
 
-FUNCTIONS = ("sageattn", "sequence_parallel_attention_vision")
+FUNCTIONS = ("sageattn", "sequence_parallel_attention_vision", "prope_qkv", "apply_rotary_emb")
 ORIGINALS = [vars(hy_world_host)[name] for name in FUNCTIONS]
 
 HOSTS: dict[str, Callable[[], Any]] = {
@@ -27,7 +28,9 @@ HOSTS: dict[str, Callable[[], Any]] = {
 @pytest.fixture(autouse=True)
 def nothing_stays_patched() -> Iterator[None]:
     yield
-    assert [vars(hy_world_host)[name] for name in FUNCTIONS] == ORIGINALS
+    assert [
+        getattr(hy_world_host, name, original) for name, original in zip(FUNCTIONS, ORIGINALS, strict=True)
+    ] == ORIGINALS
 
 
 def blocks(host: Any) -> list[Any]:
@@ -40,24 +43,28 @@ def state(host: Any) -> dict[str, Any]:
     return {"hooks": hooks, **{name: id(value) for name, value in vars(host).items()}}
 
 
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("name", HOSTS)
-def test_bf16_is_bit_identical_and_leaves_no_trace(name: str) -> None:
+def test_bf16_is_bit_identical_and_leaves_no_trace(name: str, once: bool) -> None:
     expected = [bits(HOSTS[name]().video(seed, count)) for seed, count in ((0, 5), (1, 2))]
     fresh, ran = HOSTS[name](), HOSTS[name]()
     ran.video(7, 2)
     for host in (fresh, ran):
         before = state(host)
-        with attach(host, "bf16"):
+        with attach(host, "bf16", adapter=HyWorld(once)) as attachment:
             assert [bits(host.video(seed, count)) for seed, count in ((0, 5), (1, 2))] == expected
+        report = attachment.report()
+        assert report.sealed_nbytes == 2 * 2 * HEADS * CHANNELS * (2 - once) * report.tokens > 0
         assert state(host) == before
         assert bits(host.video(0, 5)) == expected[0]
 
 
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("name", HOSTS)
-def test_quantwm_seals_the_whole_cache_by_the_queries_before(name: str) -> None:
+def test_quantwm_seals_the_whole_cache_by_the_queries_before(name: str, once: bool) -> None:
     host = HOSTS[name]()
     expected = host.video(0, 5)
-    with attach(host, "quantwm", iterations=2, chunks_per_seal=2) as attachment:
+    with attach(host, "quantwm", iterations=2, chunks_per_seal=2, adapter=HyWorld(once)) as attachment:
         quantized = host.video(0, 5)
     assert quantized.isfinite().all()
     assert not torch.equal(quantized, expected)
@@ -68,7 +75,7 @@ def test_quantwm_seals_the_whole_cache_by_the_queries_before(name: str) -> None:
     for cache in attachment.caches:
         (chunk,) = cache.chunks
         assert "basis" in chunk.keys.arrays
-        assert chunk.keys.shape == (1, HEADS, host.memory * FRAME, 2 * CHANNELS)
+        assert chunk.keys.shape == (1, HEADS, host.memory * FRAME, (2 - once) * CHANNELS)
 
 
 @pytest.mark.parametrize("name", HOSTS)
@@ -83,6 +90,28 @@ def test_each_kind_of_query_weighs_its_own_channels(name: str) -> None:
     assert past.mean[..., CHANNELS:, CHANNELS:].any()
     # Three chunks of two steps, two caches of one chunk and of two, each query of two kinds.
     assert past.queries == 2 * FRAME * (3 * 2 * CHUNK + CHUNK + 2 * CHUNK)
+
+
+def test_what_cannot_be_derived_bit_for_bit_is_stored_in_both_kinds() -> None:
+    def make() -> WanPipeline:
+        host = WanPipeline()
+        host.transformer.blocks[1].attn1.processor.otherwise = True
+        return host
+
+    expected = bits(make().video(0, 3))
+    host = make()
+    with attach(host, "bf16", adapter=HyWorld(once=True)) as attachment:
+        assert bits(host.video(0, 3)) == expected
+    channels = [chunk.keys.shape[3] for cache in attachment.caches for chunk in cache.chunks]
+    assert channels == [CHANNELS, 2 * CHANNELS]
+
+
+def test_an_option_that_the_host_has_no_function_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(hy_world_host, "prope_qkv")
+    host = WanPipeline()
+    with pytest.raises(HostError, match="need a function 'prope_qkv'"):
+        attach(host, adapter=HyWorld(once=True))
+    attach(host).detach()
 
 
 class Firsts(CacheObserver):

@@ -59,6 +59,20 @@ def test_quantwm_seals_the_whole_history(name: str) -> None:
     assert report.chunks_sealed == 2
 
 
+def test_a_history_that_the_host_moves_away_is_in_host_memory_packed() -> None:
+    host, reports, videos = LongCatVideoPipeline(), [], []
+    with attach(host, "quantwm", iterations=2) as attachment:
+        for offload in (False, True, False):
+            host.offload = offload
+            videos.append(host.video(0, 2))
+            reports.append(attachment.report())
+            for cache in attachment.caches:
+                cache.clear()
+    assert len({bits(video) for video in videos}) == 1
+    assert [report.host_nbytes for report in reports] == [0, reports[0].sealed_nbytes, 0]
+    assert [report.staging_nbytes > 0 for report in reports] == [False, True, False]
+
+
 @pytest.mark.parametrize(("units", "frames"), [(1, [4]), (2, [2, 2]), (3, [2, 1, 1]), (9, [1] * 4)])
 def test_statistics_serve_from_the_second_unit_of_the_first_segment(units: int, frames: list[int]) -> None:
     host, seen = LongCatVideoPipeline(layers=1), []
@@ -163,4 +177,4 @@ def test_what_is_no_host_is_refused_before_anything_changes() -> None:
     del host.dit.blocks[1].attn.rope_3d.freqs_dict
     with pytest.raises(HostError, match=r"LongCatVideoPipeline: need \.blocks of .*freqs_dict"):
         attach(host)
-    assert not any("_process_attn" in vars(block.attn) for block in host.dit.blocks)
+    assert not any(each._forward_hooks for each in host.dit.modules())

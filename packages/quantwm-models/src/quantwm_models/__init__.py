@@ -3,8 +3,9 @@
 from quantwm_models.attach import Attachment, attach
 from quantwm_models.cache import LayerCache
 from quantwm_models.observer import CacheObserver
+from quantwm_models.offload import Offload
 from quantwm_models.report import CacheReport
 from quantwm_models.workspace import Workspace
 
 __version__ = "0.1.0"
-__all__ = ["Attachment", "CacheObserver", "CacheReport", "LayerCache", "Workspace", "attach"]
+__all__ = ["Attachment", "CacheObserver", "CacheReport", "LayerCache", "Offload", "Workspace", "attach"]

@@ -12,6 +12,7 @@ from quantwm_core.method import Scheme, scheme
 from quantwm_models import adapters
 from quantwm_models.cache import LayerCache
 from quantwm_models.observer import CacheObserver
+from quantwm_models.offload import Offload
 from quantwm_models.report import CacheReport, total
 from quantwm_models.workspace import Workspace
 
@@ -21,10 +22,12 @@ class Attachment:
 
     Attributes:
         scheme: How the caches are stored.
+        offload: Host memory for sealed units, if they are to be kept there.
     """
 
-    def __init__(self, scheme: Scheme, observers: Sequence[CacheObserver] = ()) -> None:
+    def __init__(self, scheme: Scheme, observers: Sequence[CacheObserver] = (), offload: Offload | None = None) -> None:
         self.scheme = scheme
+        self.offload = offload
         self._observers = tuple(observers)
         self._caches: dict[tuple[str, int], LayerCache] = {}
         self._undo: Callable[[], None] | None = None
@@ -51,7 +54,9 @@ class Attachment:
     def report(self) -> CacheReport:
         """Sum over all layers since their caches were last made or cleared: the current video."""
         workspaces = {id(cache.workspace): cache.workspace.nbytes for cache in self.caches}
-        return total((cache.report() for cache in self.caches), sum(workspaces.values()))
+        offloads = {id(cache.offload): cache.offload.nbytes for cache in self.caches if cache.offload is not None}
+        reports = (cache.report() for cache in self.caches)
+        return total(reports, sum(workspaces.values()), sum(offloads.values()))
 
     def connect(self, adapter: adapters.Adapter, pipeline: object) -> None:
         """Let an adapter put caches under ``pipeline``."""
@@ -67,7 +72,9 @@ class Attachment:
         rebuilt: bool = False,
     ) -> LayerCache:
         scheme = replace(self.scheme, chunks_per_seal=1) if rebuilt else self.scheme
-        cache = LayerCache(scheme, layer=layer, sink=sink, workspace=workspace, observers=self._observers)
+        cache = LayerCache(
+            scheme, layer=layer, sink=sink, workspace=workspace, offload=self.offload, observers=self._observers
+        )
         self._caches[branch, layer] = cache
         return cache
 
@@ -78,6 +85,7 @@ def attach(
     *,
     adapter: str | adapters.Adapter | None = None,
     observers: Sequence[CacheObserver] = (),
+    offload: bool = False,
     **parameters: Any,
 ) -> Attachment:
     """Put a compressed cache under a live pipeline.
@@ -87,6 +95,8 @@ def attach(
         method: Name of a method, or a scheme.
         adapter: Name of the adapter, or the adapter; None finds it by what the pipeline is.
         observers: Told of what every layer's cache does.
+        offload: Keep sealed units in host memory and bring each layer's to the device, packed, one layer ahead of its
+            reads. A host that offloads its cache itself, as LongCat-Video can, need not be told.
         parameters: Settings when ``method`` is a name: ``rank=16``, ``values="bf16"``, ``chunks_per_seal=2``.
 
     Returns:
@@ -107,6 +117,7 @@ def attach(
     chosen = (
         adapters.find(pipeline) if adapter is None else adapters.get(adapter) if isinstance(adapter, str) else adapter
     )
-    attachment = Attachment(method if isinstance(method, Scheme) else scheme(method, **parameters), observers)
+    chosen_scheme = method if isinstance(method, Scheme) else scheme(method, **parameters)
+    attachment = Attachment(chosen_scheme, observers, Offload() if offload else None)
     attachment.connect(chosen, pipeline)
     return attachment

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -24,9 +24,11 @@ from quantwm_kernels.reading import ReadPlan
 from quantwm_kernels.sealing import ACCEPTED
 from quantwm_kernels.statistics import second_moment
 from quantwm_models.causality import CausalQueries
-from quantwm_models.contents import Contents, KeyFrame, Sealing, located, placed
+from quantwm_models.contents import Contents, KeyFrame, Sealing, Unit, located, pieces, placed
 from quantwm_models.geometry import Geometry, copied_chunk
+from quantwm_models.memory import advice, explained, free_nbytes
 from quantwm_models.observer import CacheObserver
+from quantwm_models.offload import Offload, Staged
 from quantwm_models.report import CacheReport
 from quantwm_models.stopwatch import Stopwatch
 from quantwm_models.workspace import Segment, Workspace
@@ -49,6 +51,7 @@ class LayerCache:
         sink: First tokens that the window never evicts; sealed units are cut there.
         window: Live tokens at most, sink and active chunk included; None keeps all.
         workspace: Memory for reads; pass one to all layers, or each gets its own.
+        offload: Keep sealed units in host memory, of which all layers share one; None keeps them where they are read.
         observers: See :class:`quantwm_models.observer.CacheObserver`.
         attention: How :meth:`attend` attends. ``"packed"`` reconstructs keys and values tile by tile and needs no workspace;
             ``"decoded"`` reads them and calls torch's attention; ``"auto"`` takes what is faster.
@@ -56,7 +59,8 @@ class LayerCache:
 
     Attributes:
         key_frame: Where keys are cached in another frame than that in which queries meet them: what makes of the moment of
-            the queries the one that a unit's keys see, given its absolute tokens. None where both are the same.
+            the queries, which may then have other channels, the one that a unit's keys see, given its absolute tokens. None
+            where both are the same.
 
     >>> import torch
     >>> generator = torch.Generator().manual_seed(0)
@@ -80,6 +84,7 @@ class LayerCache:
         sink: int = 0,
         window: int | None = None,
         workspace: Workspace | None = None,
+        offload: Offload | None = None,
         observers: Sequence[CacheObserver] = (),
         attention: AttentionPath = "auto",
         **parameters: Any,
@@ -95,13 +100,15 @@ class LayerCache:
         self.attention = attention
         self.workspace = Workspace() if workspace is None else workspace
         self.workspace.reserve(window or 0)
+        self.offload = offload
         # A method that states that it uses no queries is spared their statistics.
         self._learns = self.scheme.uses_queries
         self._settings = Stream(self.scheme.chunks_per_seal, self.scheme.recent_tokens, sink, window)
         self._contents = self._nothing()
         self._geometry: Geometry | None = None
         self._decoding = Stopwatch()
-        self._plans: dict[tuple[tuple[Segment, int], ...], ReadPlan] = {}
+        self._plans: dict[tuple[tuple[int, ...], tuple[tuple[Segment, int], ...]], ReadPlan] = {}
+        self._generation = 0
         self.version = 0
         self.key_frame: KeyFrame | None = None
 
@@ -352,6 +359,19 @@ class LayerCache:
     def _rewound(self) -> Contents:
         return replace(self._nothing(), queries=self._contents.queries.folded())
 
+    def store_in(self, offload: Offload | None) -> None:
+        """Keep sealed units in host memory from now on, those of before too; None brings them back."""
+        if offload is self.offload:
+            return
+        with self._located():
+            before, contents = self.offload, self._contents
+            if self._geometry is not None:
+                contents = self._moved(contents, offload, self._geometry.device)
+            self.offload, self._contents = offload, contents
+            self._plans.clear()
+            if before is not None:
+                before.forget(self)
+
     def report(self) -> CacheReport:
         """What the cache holds and what it cost since it was cleared; on a GPU this waits for the reads that were launched."""
         contents = self._contents
@@ -366,6 +386,8 @@ class LayerCache:
             sealed_bf16_nbytes=sealed * width,
             sealed_nbytes=sum(unit.chunk.nbytes for unit in contents.units.values()),
             active_nbytes=storage_nbytes(tensor for piece in contents.exact for tensor in (piece.keys, piece.values)),
+            host_nbytes=sum(unit.block.nbytes for unit in contents.units.values() if unit.block is not None),
+            staging_nbytes=0 if self.offload is None else self.offload.nbytes,
             state_nbytes=contents.queries.nbytes,
             workspace_nbytes=self.workspace.nbytes,
             chunks_sealed=contents.chunks_sealed,
@@ -382,6 +404,8 @@ class LayerCache:
         before = self.stream.live
         self._contents, self._geometry, self._decoding = empty, None, Stopwatch()
         self._plans.clear()
+        if self.offload is not None:
+            self.offload.forget(self)
         self.version += 1
         for observer in self.observers:
             for span in before:
@@ -391,6 +415,8 @@ class LayerCache:
         """Seal what is due in ``contents``, make them the cache's, then tell the observers."""
         before = self._contents
         settled, sealings = contents.settle(self.scheme, self.key_frame)
+        if geometry is not None:
+            settled = self._moved(settled, self.offload, geometry.device)
         if settled.units.keys() != before.units.keys():
             self._plans.clear()  # a plan keeps its units alive
         self._contents, self._geometry = settled, geometry
@@ -408,16 +434,48 @@ class LayerCache:
     def _observed(self, contents: Contents, queries: Tensor, known: Geometry) -> Contents:
         """The contents after an attention call's queries."""
         batch, heads, channels, _, _ = known
-        fits = queries.ndim == 4 and queries.shape[0] == batch and queries.shape[3] == channels
+        # Queries may have other channels where the frame says what they are to the keys.
+        framed = self.key_frame is not None
+        fits = queries.ndim == 4 and queries.shape[0] == batch and (framed or queries.shape[3] == channels)
         if not fits or queries.shape[1] % heads:
             raise ShapeError(f"queries: got {tuple(queries.shape)}, need [{batch}, multiple of {heads}, T, {channels}]")
         if not self._learns:
             return contents
         return replace(contents, queries=contents.queries.observe(second_moment(queries, heads)))
 
-    def _located(self) -> AbstractContextManager[None]:
-        """Name the layer in errors."""
-        return located(f"layer {self.layer}")
+    def _moved(self, contents: Contents, offload: Offload | None, device: torch.device) -> Contents:
+        """The contents with their units where they are to be kept."""
+        if offload is None:
+            return contents.moved(lambda unit: unit if unit.block is None else Unit(unit.serial, unit.chunk.to(device)))
+        moved = contents.moved(lambda unit: offload.take(unit, device))
+        offload.expect(self, tuple(moved.units.values()), device)
+        return moved
+
+    @contextmanager
+    def _staged(self, segments: Sequence[Segment]) -> Iterator[Staged]:
+        """The units where they can be read, brought there if ``segments`` are of any."""
+        units = tuple(self._contents.units.values())
+        if self.offload is None or not {unit.serial for unit in units} & {segment.source for segment in segments}:
+            yield Staged((), units)
+            return
+        with self.offload.staged(self) as staged:
+            if staged.key[0] != self._generation:
+                self._generation = staged.key[0]
+                self._plans.clear()  # they keep memory alive that was given back
+            yield staged
+
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        """Name the layer in errors, and say what would fit where memory ran out."""
+        with located(f"layer {self.layer}"), explained(self._advice):
+            yield
+
+    def _advice(self) -> str:
+        token, device = 0, torch.device("cpu")
+        if self._geometry is not None:
+            batch, heads, key_channels, value_channels, device = self._geometry
+            token = 2 * batch * heads * (key_channels + value_channels)
+        return advice(self.report(), token, free_nbytes(device), offloaded=self.offload is not None)
 
     def _known(self) -> Geometry:
         if self._geometry is None:
@@ -442,7 +500,8 @@ class LayerCache:
                 shapes = [(batch, heads, 0, count) for count in channels]
                 keys, values = (torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
                 exact = [(keys, values)]
-            attended = attend_packed(queries, self._plan_of(segments), exact)
+            with self._staged(segments) as staged:
+                attended = attend_packed(queries, self._plan_of(segments, staged), exact)
         self.observe(queries)
         if self.observers:
             self.tell_attended(queries, *self.read(start, stop), start, stop)
@@ -457,20 +516,21 @@ class LayerCache:
         self.workspace.holds(segments[:kept])
         offset = sum(segment.stop - segment.start for segment in segments[:kept])
         missing = segments[kept:]
-        self._plan_of(missing).into(keys[:, :, offset:], values[:, :, offset:])
+        with self._staged(missing) as staged:
+            self._plan_of(missing, staged).into(keys[:, :, offset:], values[:, :, offset:])
         self._contents.write_exact(missing, keys[:, :, offset:], values[:, :, offset:])
         self.workspace.holds(segments)
         self._decoding.stop(begun)
 
-    def _plan_of(self, segments: tuple[Segment, ...]) -> ReadPlan:
+    def _plan_of(self, segments: tuple[Segment, ...], staged: Staged) -> ReadPlan:
         """How to reconstruct the sealed ones among ``segments``, made once as long as no unit comes or goes."""
-        sealed = {unit.serial for unit in self._contents.units.values()}
+        sealed = {unit.serial for unit in staged.units}
         wanted = tuple((segment, place) for segment, place in placed(segments) if segment.source in sealed)
-        if wanted not in self._plans:
+        if (staged.key, wanted) not in self._plans:
             if len(self._plans) == MOST_PLANS:
                 self._plans.clear()
-            self._plans[wanted] = ReadPlan(self._contents.pieces(segments))
-        return self._plans[wanted]
+            self._plans[staged.key, wanted] = ReadPlan(pieces(segments, staged.chunks()))
+        return self._plans[staged.key, wanted]
 
 
 def _check_queries(queries: Tensor) -> None:

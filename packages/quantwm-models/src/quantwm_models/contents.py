@@ -41,10 +41,11 @@ class Exact(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A sealed unit."""
+    """A sealed unit, and the block of host memory that its arrays lie in, if it was moved there."""
 
     serial: int
     chunk: SealedChunk
+    block: Tensor | None = None
 
 
 class Sealing(NamedTuple):
@@ -133,7 +134,7 @@ class Contents:
         due = self.stream.due()
         watch = Stopwatch()
         queries, units, sealings = self.queries, dict(self.units), []
-        last = units[self.stream.units[-1]].chunk if self.stream.units else None
+        last = self._last_unit() if due else None
         for span in due:
             queries = queries.before(span.start)
             keys, values = self._gather(span)
@@ -154,6 +155,10 @@ class Contents:
         )
         return _follow(settled, stream), tuple(sealings)
 
+    def moved(self, move: Callable[[Unit], Unit]) -> Contents:
+        """The same units elsewhere."""
+        return replace(self, units={span: move(unit) for span, unit in self.units.items()})
+
     def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
         """Which stored pieces hold the window tokens ``start`` to ``stop``, in order."""
         found = []
@@ -164,15 +169,6 @@ class Contents:
             parts = ((exact.serial, overlap(exact.span, piece.span)) for exact in self.exact)
             found += [Segment(serial, *part) for serial, part in parts if part]
         return tuple(found)
-
-    def pieces(self, segments: Sequence[Segment]) -> tuple[Piece, ...]:
-        """The sealed ones among ``segments``, laid one after the other from token 0 of a workspace."""
-        units = {unit.serial: unit.chunk for unit in self.units.values()}
-        return tuple(
-            Piece(units[serial], start - units[serial].start, stop - units[serial].start, place)
-            for (serial, start, stop), place in placed(segments)
-            if serial in units
-        )
 
     def write_exact(self, segments: Sequence[Segment], keys: Tensor, values: Tensor) -> None:
         """Copy those of ``segments`` that are BF16 to their places in ``keys`` and ``values``, ``[B, H, .., D]``."""
@@ -195,6 +191,13 @@ class Contents:
         for span in later.stream.live:
             spans = cut(spans, span)
         return spans
+
+    def _last_unit(self) -> SealedChunk | None:
+        """The newest sealed unit, where the next is sealed."""
+        if not self.stream.units:
+            return None
+        unit = self.units[self.stream.units[-1]]
+        return unit.chunk if unit.block is None else unit.chunk.to(self.exact[-1].keys.device)
 
     def _gather(self, span: Span) -> tuple[Tensor, Tensor]:
         """BF16 keys and values of live, unsealed tokens."""
@@ -221,6 +224,15 @@ def placed(segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
     """
     begins = itertools.accumulate((segment.stop - segment.start for segment in segments), initial=0)
     return zip(segments, begins, strict=False)
+
+
+def pieces(segments: Sequence[Segment], chunks: Mapping[int, SealedChunk]) -> tuple[Piece, ...]:
+    """Those of ``segments`` that are sealed units, by serial number, laid one after the other from a workspace's token 0."""
+    return tuple(
+        Piece(chunks[serial], start - chunks[serial].start, stop - chunks[serial].start, place)
+        for (serial, start, stop), place in placed(segments)
+        if serial in chunks
+    )
 
 
 def _follow(contents: Contents, stream: Stream) -> Contents:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from quantwm_core.errors import QuantWMError
 
 
@@ -15,3 +17,7 @@ class HostAttributeError(HostError, AttributeError):
 
 class UnknownHostError(QuantWMError, LookupError):
     """No adapter recognises the object that was to be attached to."""
+
+
+class CacheMemoryError(QuantWMError, torch.OutOfMemoryError):
+    """There is no memory for what a cache was asked to do; it is as it was before."""

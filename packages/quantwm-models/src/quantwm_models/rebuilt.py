@@ -17,6 +17,7 @@ from quantwm_core.chunk import KINDS, Kind
 from quantwm_core.errors import StateError
 from quantwm_models.cache import LayerCache
 from quantwm_models.errors import HostAttributeError
+from quantwm_models.offload import Offload
 
 
 class Sealed:
@@ -26,10 +27,12 @@ class Sealed:
         cache: What holds both.
         kind: Which half this is.
         dtype: Number format that the host expects.
+        offload: Host memory that the history moves to when the host moves it away.
     """
 
-    def __init__(self, cache: LayerCache, kind: Kind, dtype: torch.dtype) -> None:
+    def __init__(self, cache: LayerCache, kind: Kind, dtype: torch.dtype, offload: Offload | None = None) -> None:
         self.cache = cache
+        self.offload = offload
         self.kind = kind
         self.dtype = dtype
         self.version = cache.version
@@ -42,7 +45,9 @@ class Sealed:
         return self
 
     def cpu(self) -> Sealed:
-        """Itself: a host that moves its cache away to save memory has saved it already."""
+        """Itself, its history moved to host memory, packed, if there is an ``offload`` for it."""
+        if self.offload is not None and self.version == self.cache.version:
+            self.cache.store_in(self.offload)
         return self
 
     def to(self, device: torch.device | str) -> Tensor:
@@ -67,7 +72,12 @@ class Sealed:
 
 
 def rebuild(
-    cache: LayerCache, keys: Tensor, values: Tensor, queries: Tensor | None, tokens: Sequence[int]
+    cache: LayerCache,
+    keys: Tensor,
+    values: Tensor,
+    queries: Tensor | None,
+    tokens: Sequence[int],
+    offload: Offload | None = None,
 ) -> tuple[Sealed, Sealed]:
     """Seal a history, one unit after the other, each with the queries of those before it and of earlier histories.
 
@@ -76,6 +86,7 @@ def rebuild(
         keys, values: ``[B, H, N, D]``.
         queries: What the history asked while it was built, ``[B, H, N, D]``, if anybody wants to know.
         tokens: Tokens of each unit, ``N`` in all.
+        offload: Host memory for a history that the host moves away.
 
     Returns:
         What takes the place of the two tensors.
@@ -94,4 +105,4 @@ def rebuild(
     [True]
     """
     cache.rebuild(keys, values, queries, tokens)
-    return Sealed(cache, "keys", keys.dtype), Sealed(cache, "values", values.dtype)
+    return Sealed(cache, "keys", keys.dtype, offload), Sealed(cache, "values", values.dtype, offload)

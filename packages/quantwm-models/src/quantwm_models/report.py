@@ -15,6 +15,8 @@ class CacheReport:
         sealed_tokens: Those that are stored sealed.
         sealed_bf16_nbytes: Bytes that the live sealed tokens would take as BF16.
         sealed_nbytes: Bytes of the sealed units that hold a live token.
+        host_nbytes: Those of them that lie in host memory, because the units are offloaded.
+        staging_nbytes: Bytes of the device memory that offloaded units pass through, counted once where layers share it.
         active_nbytes: Bytes of BF16 chunks: the active one, and completed ones that are not due yet.
         state_nbytes: Bytes of query statistics.
         workspace_nbytes: Bytes of the shared workspace, counted once where layers share it.
@@ -29,6 +31,8 @@ class CacheReport:
     sealed_tokens: int = 0
     sealed_bf16_nbytes: int = 0
     sealed_nbytes: int = 0
+    host_nbytes: int = 0
+    staging_nbytes: int = 0
     active_nbytes: int = 0
     state_nbytes: int = 0
     workspace_nbytes: int = 0
@@ -57,12 +61,12 @@ class CacheReport:
         return (self.sealed_bf16_nbytes + self.active_nbytes) / stored if stored else 1.0
 
 
-def total(reports: Iterable[CacheReport], workspace_nbytes: int) -> CacheReport:
-    """Sum of the layers' reports; the workspace, which they share, is given apart.
+def total(reports: Iterable[CacheReport], workspace_nbytes: int, staging_nbytes: int = 0) -> CacheReport:
+    """Sum of the layers' reports; workspace and staging memory, which they share, are given apart.
 
     >>> total([CacheReport(tokens=3, workspace_nbytes=9), CacheReport(tokens=4, workspace_nbytes=9)], 9)
     CacheReport(tokens=7, ..., workspace_nbytes=9, ...)
     """
     several = list(reports)
     sums = {field.name: sum(getattr(report, field.name) for report in several) for field in fields(CacheReport)}
-    return replace(CacheReport(**sums), workspace_nbytes=workspace_nbytes)
+    return replace(CacheReport(**sums), workspace_nbytes=workspace_nbytes, staging_nbytes=staging_nbytes)

@@ -58,6 +58,7 @@ class RollingDict:
         modules: Modules whose global function attends to the cache.
         allocator: The pipeline's method that makes the dicts; it takes ``device``.
         attention: Name of the function, ``(q, k, v, ...)`` on ``[B, tokens, heads, head_dim]``.
+        attending: Modules that attend when they are called with the same, where that is no global function.
         lists: Attributes of the pipeline that hold the lists of dicts, where the method does not return them.
         branch: Names the list that the method returns.
         sink: Tells the sink's tokens at the time of allocation, given the slots that the host allocates.
@@ -72,6 +73,7 @@ class RollingDict:
     modules: Sequence[ModuleType]
     allocator: str = "_initialize_kv_cache"
     attention: str = "attention"
+    attending: Sequence[nn.Module] = ()
     lists: tuple[str, ...] = ()
     branch: Callable[[], str] = lambda: ""
     sink: Callable[[int], int] = lambda _: 0
@@ -116,6 +118,8 @@ def _enter(stack: ExitStack, host: RollingDict, allocator: _Allocator) -> None:
     for setting in host.settings:
         stack.enter_context(replaced(*setting))
     stack.enter_context(replaced(host.pipeline, host.allocator, allocator))
+    for layer in host.attending:
+        stack.enter_context(replaced(layer, "forward", Attention(layer.forward)))
     for module in host.modules:
         attention = stack.enter_context(function_replaced(module, host.attention, Attention))
         for layer in host.assembling:

@@ -111,6 +111,10 @@ class Store(Sized):
         # The host may reuse its memory before the other half comes.
         return Write(slots, tensor.transpose(1, 2).clone())
 
+    def detach(self) -> Store:
+        """Itself; it never records gradients."""
+        return self
+
     def __getattr__(self, name: str) -> Any:
         raise HostAttributeError(f"a host asked {self.__class__.__name__} for {name!r}; {SUPPORTED}")
 

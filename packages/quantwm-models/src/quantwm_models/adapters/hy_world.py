@@ -3,14 +3,15 @@
 Both make their whole cache anew before each chunk, and read it at every denoising step. Their attention runs twice, with
 keys after RoPE and after ProPE, by the camera: a token's two keys, and its two values, lie side by side in one stream of
 twice the channels, and a query of one kind is zero in the channels of the other, so that each kind weighs its own. The text
-cache of the 8B model stays the host's.
+cache of the 8B model stays the host's. As an option one stream is stored, of which both kinds are derived.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,61 +25,97 @@ from quantwm_models.errors import HostError
 from quantwm_models.patching import module_of, named, restored
 from quantwm_models.rebuilt import Sealed, rebuild
 from quantwm_models.rolling_dict import MakeCache
+from quantwm_models.two_kinds import Transforms, stored_once
 from quantwm_models.workspace import Workspace
 
 _CACHES = ("_kv_cache", "_kv_cache_neg")
+_PROJECT, _ROTATE = "prope_qkv", "apply_rotary_emb"
 _VISION = "sequence_parallel_attention_vision"
 
 
-def matches(pipeline: object) -> bool:
-    """Whether an object is one of the two pipelines, or derived from one."""
-    return named(pipeline, "WanPipeline", "HunyuanVideo_1_5_Pipeline") and hasattr(pipeline, "init_kv_cache")
+@dataclass(frozen=True)
+class HyWorld:
+    """The adapter, with its option.
 
+    Attributes:
+        once: Store keys and values as they are before RoPE and ProPE, and derive both kinds on each read, which halves the
+            cache. A history of which they cannot be derived bit for bit is stored in both kinds.
 
-def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
-    """Seal each layer's cache as soon as its block has made it, and learn from the queries that pass attention.
-
-    Raises:
-        HostError: The object lacks what the pipelines have.
-        StateError: It has a cache under it already.
+    >>> HyWorld(once=True).matches(object())
+    False
     """
-    transformer = getattr(pipeline, "transformer", None)
-    wan = hasattr(transformer, "blocks")
-    blocks = list(getattr(transformer, "blocks" if wan else "double_blocks", ()))
-    try:
-        module = module_of(blocks[0].attn1.processor if wan else blocks[0])
-    except (AttributeError, IndexError) as error:
-        raise HostError(
-            f"{type(pipeline).__qualname__}: need .transformer with .blocks of .attn1.processor or with .double_blocks: "
-            f"{error}"
-        ) from error
-    name = "sageattn" if wan else _VISION
-    if not callable(getattr(module, name, None)):
-        raise HostError(f"module {module.__name__}: need a function {name!r}, which is not there")
-    if any(isinstance(getattr(hook, "__self__", None), _Layer) for hook in blocks[0]._forward_pre_hooks.values()):  # noqa: SLF001  # torch shows its hooks nowhere else
-        raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
-    workspace = Workspace()
-    with ExitStack() as stack:
-        for each in _CACHES:
-            stack.enter_context(restored(pipeline, each))
-        function: Replacement = stack.enter_context(function_replaced(module, name, Attention if wan else _Vision))
-        for number, block in enumerate(blocks):
 
-            def make(branch: str, number: int = number) -> LayerCache:
-                return make_cache(number, branch=branch, workspace=workspace, rebuilt=True)
+    once: bool = False
 
-            stack.enter_context(
-                _WanLayer(make, function).around(block) if wan else _Layer(make, function).around(block)
-            )
-        return stack.pop_all().close
+    def matches(self, pipeline: object) -> bool:
+        """Whether an object is one of the two pipelines, or derived from one."""
+        return named(pipeline, "WanPipeline", "HunyuanVideo_1_5_Pipeline") and hasattr(pipeline, "init_kv_cache")
+
+    def attach(self, pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
+        """Seal each layer's cache as soon as its block has made it, and learn from the queries that pass attention.
+
+        Raises:
+            HostError: The object lacks what the pipelines have.
+            StateError: It has a cache under it already.
+        """
+        transformer = getattr(pipeline, "transformer", None)
+        wan = hasattr(transformer, "blocks")
+        blocks = list(getattr(transformer, "blocks" if wan else "double_blocks", ()))
+        try:
+            module = module_of(blocks[0].attn1.processor if wan else blocks[0])
+        except (AttributeError, IndexError) as error:
+            raise HostError(
+                f"{type(pipeline).__qualname__}: need .transformer with .blocks of .attn1.processor or with "
+                f".double_blocks: {error}"
+            ) from error
+        name = "sageattn" if wan else _VISION
+        transforms = (_PROJECT,) if wan else (_PROJECT, _ROTATE)
+        for each in (name, *(transforms if self.once else ())):
+            if not callable(getattr(module, each, None)):
+                raise HostError(f"module {module.__name__}: need a function {each!r}, which is not there")
+        if any(isinstance(getattr(hook, "__self__", None), _Layer) for hook in blocks[0]._forward_pre_hooks.values()):  # noqa: SLF001  # torch shows its hooks nowhere else
+            raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
+        workspace = Workspace()
+        with ExitStack() as stack:
+            for each in _CACHES:
+                stack.enter_context(restored(pipeline, each))
+            function: Replacement = stack.enter_context(function_replaced(module, name, Attention if wan else _Vision))
+            seen = [
+                stack.enter_context(function_replaced(module, each, _Seen))
+                for each in (transforms if self.once else ())
+            ]
+            for number, block in enumerate(blocks):
+
+                def make(branch: str, number: int = number) -> LayerCache:
+                    return make_cache(number, branch=branch, workspace=workspace, rebuilt=True)
+
+                layer = _WanLayer(make, function, seen) if wan else _Layer(make, function, seen)
+                stack.enter_context(layer.around(block))
+            return stack.pop_all().close
+
+
+class _Seen(Replacement):
+    """A transform of the host that notes, for the layer that runs, how it was called last."""
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Transform as the host does."""
+        if self.watching:
+            self.watching[-1] = (args, kwargs)
+        return self.original(*args, **kwargs)
 
 
 class _Layer:
     """One layer of a model, and its caches by the prompt that they are for."""
 
-    def __init__(self, make: Callable[[str], LayerCache], function: Replacement) -> None:
+    def __init__(
+        self, make: Callable[[str], LayerCache], function: Replacement, seen: Sequence[Replacement] = ()
+    ) -> None:
         self.make = make
         self.function = function
+        self.seen = seen
+        self.rotation: Any = None
+        self.transforms: weakref.WeakKeyDictionary[LayerCache, Transforms] = weakref.WeakKeyDictionary()
         self.prompts: list[tuple[weakref.ref[Tensor], LayerCache]] = []
 
     @contextmanager
@@ -91,11 +128,57 @@ class _Layer:
 
     def enter(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block begins."""
+        for each in self.seen:
+            each.watching.append(None)
         self.function.watching.append(self)
 
     def leave(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The block is done, or failed."""
-        self.function.watching.pop()
+        for each in (*self.seen, self.function):
+            each.watching.pop()
+
+    def build(self, cache: LayerCache, keys: Tensor, values: Tensor) -> tuple[Sealed, Sealed]:
+        """Seal a cache of both kinds, ``[B, H, N, 2 D]``."""
+        stored = self._once(cache, keys, values)
+        if stored is None:
+            self.transforms.pop(cache, None)
+            cache.key_frame = None
+        keys, values = (keys, values) if stored is None else stored
+        return rebuild(cache, keys, values, None, [keys.shape[2]])
+
+    def read(self, keys: Sealed, values: Sealed) -> tuple[Tensor, Tensor]:
+        """A cache of both kinds, ``[B, H, N, 2 D]``."""
+        pair = keys.tensor(), values.tensor()
+        transforms = self.transforms.get(keys.cache)
+        return pair if transforms is None else transforms.both(*pair)
+
+    def _once(self, cache: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What to store instead of both kinds, and how they are derived from it."""
+        calls = [each.watcher for each in self.seen]
+        if not calls or None in calls:
+            return None
+        (_, *raw), settings = calls[0]
+        project = _projecting(self.seen[0].original, settings)
+        transforms = Transforms(self._rotate(calls), project, settings["viewmats"].shape[1], raw[0].dtype)
+        stored = stored_once(transforms, (raw[0], raw[1]), (keys, values))
+        angles = None if stored is None else transforms.angles(stored[0].to(raw[0].dtype))
+        if angles is None:
+            return None
+        self.transforms[cache] = transforms
+        cache.key_frame = lambda moment, span: transforms.frame(moment, angles[slice(*span)])
+        return stored
+
+    def _rotate(self, calls: Sequence[Any]) -> Callable[[Tensor], Tensor]:
+        """How the host rotated the keys: the 8B model's function, called as it was."""
+        (_, _, *more), settings = calls[1]
+        original = self.seen[1].original
+
+        def rotate(keys: Tensor) -> Tensor:
+            by_token = keys.transpose(1, 2)
+            result: Tensor = original(by_token, by_token, *more, **settings)[1]
+            return result.transpose(1, 2)
+
+        return rotate
 
     def cache(self, prompt: Tensor) -> LayerCache:
         """The cache for a prompt, known by its text cache, which lives as long as a video."""
@@ -111,11 +194,13 @@ class _Layer:
 class _WanLayer(_Layer):
     """One layer of the 5B model; its block takes and returns the cache, past the compiler."""
 
-    def __init__(self, make: Callable[[str], LayerCache], function: Replacement) -> None:
-        super().__init__(make, function)
+    def __init__(
+        self, make: Callable[[str], LayerCache], function: Replacement, seen: Sequence[Replacement] = ()
+    ) -> None:
+        super().__init__(make, function, seen)
         self.only = make("")
         self.building = False
-        self.seen = False
+        self.watched = False
         self.asked: Tensor | None = None
 
     def enter(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,38 +209,58 @@ class _WanLayer(_Layer):
             raise HostError(
                 f"{type(block).__qualname__}: need the cache and whether to make one as fifth and sixth argument"
             )
-        entry, self.building = args[4], args[5]
-        self.seen, self.asked = False, None
+        entry, self.building, self.rotation = args[4], args[5], args[3]
+        self.watched, self.asked = False, None
+        for each in self.seen:
+            each.watching.append(None)
         self.function.watching.append(self.watch)
         if not isinstance(entry, Mapping) or not isinstance(entry.get("k"), Sealed):
             if entry is not None and not self.building and entry.get("k") is None and self.only.tokens:
                 self.only.clear()  # the first chunk of another video
             return None
-        given = {half: None if self.building else entry[half].tensor() for half in ("k", "v")}
+        pair = (None, None) if self.building else self.read(entry["k"], entry["v"])
+        given = dict(zip("kv", pair, strict=True))
         return (*args[:4], given, *args[5:]), kwargs
 
     def leave(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Take the cache that the block made."""
-        self.function.watching.pop()
+        try:
+            return self._take(output)
+        finally:
+            super().leave(block, args, kwargs, output)
+
+    def _take(self, output: Any) -> Any:
         asked, self.asked = self.asked, None
         if output is None:
             return None
         hidden, made = output
         if made:
-            made = dict(zip("kv", rebuild(self.only, made["k"], made["v"], None, [made["k"].shape[2]]), strict=True))
+            made = dict(zip("kv", self.build(self.only, made["k"], made["v"]), strict=True))
         if asked is not None:
             _ask(self.only, *asked.chunk(2))
         return hidden, made
 
     def watch(self, queries: Tensor) -> None:
         """Queries ``[2 B, H, N, D]`` of the block's first attention; the second is on the prompt."""
-        if self.seen:
+        if self.watched:
             return
-        self.seen = True
+        self.watched = True
         if self.building:
             self.asked = queries  # they count once the cache that they helped to make is sealed
         else:
             _ask(self.only, *queries.chunk(2))
+
+    def _rotate(self, calls: Sequence[Any]) -> Callable[[Tensor], Tensor]:
+        """How the host rotated the keys, which it does in a function within another."""
+        cosines, sines = self.rotation[0][..., ::2], self.rotation[1][..., 1::2]
+
+        def rotate(keys: Tensor) -> Tensor:
+            rotated, (even, odd) = torch.empty_like(keys), keys.unflatten(-1, (-1, 2)).unbind(-1)
+            rotated[..., ::2] = even * cosines - odd * sines
+            rotated[..., 1::2] = even * sines + odd * cosines
+            return rotated
+
+        return rotate
 
 
 class _Vision(Replacement):
@@ -171,15 +276,15 @@ class _Vision(Replacement):
             return self.original(q, k, v, block_idx=block_idx, kv_cache=kv_cache, cache_vision=cache_vision)
         entry = dict(kv_cache[block_idx])
         cache = layer.cache(entry["k_txt"])
-        for half in ("k_vision", "v_vision"):
-            if isinstance(entry[half], Sealed):
-                entry[half] = None if cache_vision else _stacked(entry[half].tensor())
+        if isinstance(entry["k_vision"], Sealed):
+            pair = (None, None) if cache_vision else map(_stacked, layer.read(entry["k_vision"], entry["v_vision"]))
+            entry["k_vision"], entry["v_vision"] = pair
         hidden, projected, made = self.original(
             q, k, v, block_idx=block_idx, kv_cache={block_idx: entry}, cache_vision=cache_vision
         )
         if made:
             keys, values = (_side_by_side(made[half]) for half in ("k_vision", "v_vision"))
-            made = dict(zip(made, rebuild(cache, keys, values, None, [keys.shape[2]]), strict=True))
+            made = dict(zip(made, layer.build(cache, keys, values), strict=True))
         _ask(cache, *(each.transpose(1, 2) for each in q))
         return hidden, projected, made
 
@@ -204,3 +309,17 @@ def _side_by_side(stacked: Tensor) -> Tensor:
 def _stacked(stream: Tensor) -> Tensor:
     """``[B, H, N, 2 D]`` as ``[2 B, H, N, D]``."""
     return torch.cat(stream.chunk(2, dim=-1))
+
+
+def _projecting(original: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The host's projection of keys and values, by the cameras of a history."""
+
+    def project(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        _, projected_keys, projected_values, _ = original(keys, keys, values, **settings)
+        return projected_keys, projected_values
+
+    return project
+
+
+matches = HyWorld().matches
+attach = HyWorld().attach

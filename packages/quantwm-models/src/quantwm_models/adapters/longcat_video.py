@@ -1,4 +1,4 @@
-"""``longcat_video``: LongCat-Video (``LongCatVideoPipeline``), or its transformer alone.
+"""``longcat_video``: LongCat-Video (``LongCatVideoPipeline``), or its transformer alone, also DiffSynth's and FastVideo's.
 
 A segment's conditioning history is built in one pass and read at every denoising step. Keys are cached before RoPE and
 rotated on each read, at positions that stay the same: the moment of the rotated queries is turned back to them, unit by
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from quantwm_core.errors import ParameterError, StateError
 from quantwm_models.cache import LayerCache
+from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostError
-from quantwm_models.patching import named, replaced, restored
+from quantwm_models.offload import Offload
+from quantwm_models.patching import named, restored
 from quantwm_models.rebuilt import Sealed, rebuild
 from quantwm_models.rolling_dict import MakeCache
 from quantwm_models.rotary import before_rotation, turned
 from quantwm_models.workspace import Workspace
-
-_ATTEND = "_process_attn"
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class LongCatVideo:
 
     def matches(self, pipeline: object) -> bool:
         """Whether an object is the pipeline or its transformer, or derived from one."""
-        return named(pipeline, "LongCatVideoPipeline", "LongCatVideoTransformer3DModel")
+        return named(pipeline, "LongCatVideoPipeline", "LongCatVideoTransformer3DModel", "LongCatTransformer3DModel")
 
     def attach(self, pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
-        """Seal each layer's history as soon as its block has made it, and learn from the queries that pass attention.
+        """Seal each layer's history as soon as its block has made it, and learn from the queries that are rotated.
 
         Raises:
             HostError: The object lacks what the transformer has.
@@ -57,58 +57,61 @@ class LongCatVideo:
             raise ParameterError(f"first_units={self.first_units}: need at least 1")
         try:
             blocks = list(getattr(pipeline, "dit", pipeline).blocks)
-            attentions = [(block.attn, block.attn.rope_3d.freqs_dict, getattr(block.attn, _ATTEND)) for block in blocks]
+            rotations = [(block.attn if hasattr(block, "attn") else block.self_attn).rope_3d for block in blocks]
+            frequencies = [rotation.freqs_dict for rotation in rotations]
         except AttributeError as error:
             raise HostError(
-                f"{type(pipeline).__qualname__}: need .blocks of .attn with .{_ATTEND} and .rope_3d.freqs_dict: {error}"
+                f"{type(pipeline).__qualname__}: need .blocks of .attn or .self_attn with .rope_3d.freqs_dict: {error}"
             ) from error
-        if any(isinstance(process, _Layer) for _, _, process in attentions):
+        hooks = (hook for rotation in rotations for hook in rotation._forward_hooks.values())  # noqa: SLF001  # torch shows its hooks nowhere else
+        if any(isinstance(getattr(hook, "__self__", None), _Layer) for hook in hooks):
             raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
-        workspace = Workspace()
+        workspace, offload = Workspace(), Offload()
         with ExitStack() as stack:
             stack.enter_context(restored(pipeline, "kv_cache_dict"))
-            for number, (block, (attention, frequencies, process)) in enumerate(zip(blocks, attentions, strict=True)):
+            for number, (block, rotation) in enumerate(zip(blocks, rotations, strict=True)):
                 cache = make_cache(number, workspace=workspace, rebuilt=True)
-                layer = _Layer(cache, process, frequencies, self.first_units)
-                stack.enter_context(replaced(attention, _ATTEND, layer))
+                layer = _Layer(cache, frequencies[number], self.first_units, offload)
+                stack.callback(rotation.register_forward_hook(layer.rotated).remove)
                 stack.enter_context(_followed(block, layer))
             return stack.pop_all().close
 
 
 class _Layer:
-    """One layer: its attention function, what it was asked, and its cache."""
+    """One layer: what it was asked, and its cache."""
 
     def __init__(
-        self, cache: LayerCache, attend: Callable[..., Any], frequencies: Mapping[Any, Tensor], first_units: int
+        self, cache: LayerCache, frequencies: Mapping[Any, Tensor], first_units: int, offload: Offload
     ) -> None:
         self.cache = cache
-        self.attend = attend
+        self.chosen, self.offload = cache.offload, cache.offload or offload
         self.frequencies = frequencies
         self.first_units = first_units
         self.reading = False
         self.batch = 1
         self.passed: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shape: Any) -> Any:
-        """Attend as the host does: rotated queries and keys ``[B, H, N, D]``."""
-        result = self.attend(q, k, v, shape)
+    @uncompiled
+    def rotated(self, _: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Queries and keys ``[B, H, N, D]`` were rotated; on a read, those of the history lead, its queries void."""
         if self.reading:
-            self.cache.observe(_pooled(q, self.batch))
+            self.cache.observe(_pooled(output[0][:, :, self.cache.tokens :], self.batch))
         else:
-            self.passed = (q, k)
-        return result
+            self.passed = output
 
     def build(self, keys: Tensor, values: Tensor, shape: Any) -> tuple[Sealed, Sealed]:
         """Seal a history of ``shape`` (frames, height, width), keys before rotation."""
         frames, self.batch = int(shape[0]), keys.shape[0]
+        self.cache.rewind()
+        self.cache.store_in(self.chosen)  # the host says for each history whether it is moved away
         if not self.cache.scheme.uses_queries or self.passed is None:
-            return rebuild(self.cache, keys, values, None, [keys.shape[2]])
+            return rebuild(self.cache, keys, values, None, [keys.shape[2]], self.offload)
         queries, rotated = self.passed
         angles = self._angles(tuple(shape), keys, rotated)
         self.cache.key_frame = lambda moment, span: before_rotation(moment, angles[slice(*span)])
         known = self.cache.queries.folded().past is not None
         tokens = [keys.shape[2] // frames * part for part in _shares(frames, 1 if known else self.first_units)]
-        return rebuild(self.cache, keys, values, queries, tokens)
+        return rebuild(self.cache, keys, values, queries, tokens, self.offload)
 
     def _angles(self, shape: tuple[int, ...], keys: Tensor, rotated: Tensor) -> Tensor:
         """Angles of rotation, ``[N, D / 2]``, and the assurance that they are what the host rotates by."""

@@ -1,0 +1,53 @@
+"""``fastvideo``: FastVideo's causal Wan, as the stage of its pipeline that denoises (``CausalDMDDenosingStage``).
+
+FastVideo's LongCat-Video is served by ``longcat_video``. Keys are cached after RoPE, as ``rope_cache_policy="absolute"``
+has them; the other policy caches them before, and rotates them anew for each read, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from quantwm_models.errors import HostError
+from quantwm_models.patching import named
+from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
+
+_POLICY = "absolute"
+
+
+def matches(pipeline: object) -> bool:
+    """Whether an object is the stage, or derived from one, around a causal Wan."""
+    return named(pipeline, "CausalDMDDenosingStage") and named(
+        getattr(pipeline, "transformer", None), "CausalWanTransformer3DModel"
+    )
+
+
+def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
+    """Replace the stage's allocator and the attention of each self-attention layer.
+
+    Raises:
+        HostError: The object lacks what the stage has, caches keys before RoPE, or has two transformers.
+    """
+    try:
+        layers = [block.attn1 for block in pipeline.transformer.blocks]
+        attending = [layer.attn for layer in layers]
+        policies = {layer.rope_cache_policy for layer in layers}
+    except AttributeError as error:
+        raise HostError(
+            f"{type(pipeline).__qualname__}: need .transformer with .blocks of .attn1 with .attn and .rope_cache_policy: "
+            f"{error}"
+        ) from error
+    if policies != {_POLICY}:
+        raise HostError(
+            f"{type(pipeline).__qualname__}: rope_cache_policy {sorted(policies)}: keys that are cached before RoPE are not "
+            f"served; need {_POLICY!r}"
+        )
+    if getattr(pipeline, "transformer_2", None) is not None:
+        raise HostError(f"{type(pipeline).__qualname__}: two transformers with a cache each are not served")
+
+    def sink(slots: int) -> int:
+        frames = pipeline.local_attn_size if pipeline.local_attn_size != -1 else pipeline.sliding_window_num_frames
+        return int(layers[0].sink_size * (slots // frames))
+
+    return hook(RollingDict(pipeline, (), attending=attending, sink=sink), make_cache)
