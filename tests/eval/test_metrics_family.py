@@ -28,6 +28,7 @@ EXPECTED = (
     "selection_shift",
     "ssim",
     "temporal_flickering",
+    "warping_error",
 )
 
 

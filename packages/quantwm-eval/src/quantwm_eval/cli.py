@@ -11,6 +11,9 @@ from quantwm_eval import __version__
 from quantwm_eval.commands import compare, demo, evaluate, report
 from quantwm_eval.commands.answer import FAILED, INTERRUPTED, Answer
 
+KEEPING = ("demo", "eval")
+"""Commands that write what they have as they go."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
@@ -23,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         answer: Answer = options.run(options, given, _tell)
     except KeyboardInterrupt:
-        answer = Answer("", "\ninterrupted; finished cells are in the results file", INTERRUPTED)
+        kept = "; finished cells are in the results file" if options.command in KEEPING else ""
+        answer = Answer("", f"\ninterrupted{kept}", INTERRUPTED)
     except (QuantWMError, OSError) as error:
         answer = Answer("", f"quantwm: {error}", FAILED)
     if answer.text:

@@ -105,7 +105,7 @@ class Experiment:
         batch: Scenes that are generated together; figures do not depend on it, times do.
         samples: Queries per head, layer and call that the recorder scores.
         model: The host.
-        metrics: Names of the metrics.
+        metrics: Names of the metrics; all that are installed, unless told otherwise.
     """
 
     methods: tuple[MethodChoice, ...]
@@ -118,7 +118,7 @@ class Experiment:
     batch: int = 4
     samples: int = 32
     model: str = "demo"
-    metrics: tuple[str, ...] = field(default_factory=metrics.names)
+    metrics: tuple[str, ...] = field(default_factory=metrics.installed)
 
     def __post_init__(self) -> None:
         for name, entries in (

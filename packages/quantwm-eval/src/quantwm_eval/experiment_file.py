@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantwm_core.errors import FormatError, ParameterError, lookup
+from quantwm_eval import metrics
 from quantwm_eval.experiment import Experiment, MethodChoice, with_control
 
 NUMBERS = ("frames", "degrees", "chunks_per_seal", "batch", "samples")
@@ -57,7 +58,7 @@ def build(chosen: Mapping[str, Any]) -> Experiment:
     """Make the experiment, with its control and one scene in a batch unless more are asked for.
 
     Raises:
-        ParameterError: Methods or scenes are missing, or a setting is out of range.
+        ParameterError: Methods or scenes are missing, a setting is out of range, or a metric is not installed.
         UnknownNameError: There is no such method or metric.
 
     >>> build(settings({"scenes": 2, "methods": ["kivi"]})).compressed
@@ -66,6 +67,10 @@ def build(chosen: Mapping[str, Any]) -> Experiment:
     lacking = [name for name in ("methods", "scenes") if name not in chosen]
     if lacking:
         raise ParameterError(f"the experiment names no {' and no '.join(lacking)}")
+    for name in chosen.get("metrics", ()):
+        metric = metrics.get(name)
+        if not metric.installed:
+            raise ParameterError(f"metric {name!r} needs the module {metric.module}, which is not installed")
     return Experiment(**{"batch": 1} | dict(chosen) | {"methods": with_control(tuple(chosen["methods"]))})
 
 

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from quantwm_core.errors import FormatError, lookup
 from quantwm_eval.metric import Metric
 
-__all__ = ["get", "names"]
+__all__ = ["get", "installed", "names"]
 
 
 def _own() -> list[str]:
@@ -31,6 +31,15 @@ def names() -> tuple[str, ...]:
     True
     """
     return tuple(sorted({*_own(), *_third_party()}))
+
+
+def installed() -> tuple[str, ...]:
+    """Return the names of the metrics whose optional modules are there, sorted.
+
+    >>> set(installed()) <= set(names())
+    True
+    """
+    return tuple(name for name in names() if get(name).installed)
 
 
 def get(name: str) -> Metric:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Float64, UInt8
-from scipy.ndimage import correlate1d
 
 from quantwm_core.errors import ShapeError
 from quantwm_eval.evidence import Curve, Frames, check_pair
@@ -17,7 +17,10 @@ SIGMA = 1.5
 C1 = (0.01 * 255) ** 2
 C2 = (0.03 * 255) ** 2
 
-Image: TypeAlias = Float64[np.ndarray, "height width 3"]
+TILE = 16
+"""Means that one product gives: the more, the more of its band is zeros, the fewer, the more products."""
+
+Image: TypeAlias = Float64[np.ndarray, "3 height width"]
 
 
 def ssim(video: Frames, reference: Frames) -> Curve:
@@ -51,22 +54,37 @@ def ssim(video: Frames, reference: Frames) -> Curve:
 
 
 def _similarity(frame: UInt8[np.ndarray, "height width 3"], reference: UInt8[np.ndarray, "height width 3"]) -> float:
-    a, b = frame.astype(np.float64), reference.astype(np.float64)
+    a, b = (np.ascontiguousarray(picture.transpose(2, 0, 1), np.float64) for picture in (frame, reference))
     mean_a, mean_b = _windowed(a), _windowed(b)
-    variance_a = _windowed(a * a) - mean_a**2
-    variance_b = _windowed(b * b) - mean_b**2
-    covariance = _windowed(a * b) - mean_a * mean_b
-    numerator = (2 * mean_a * mean_b + C1) * (2 * covariance + C2)
-    denominator = (mean_a**2 + mean_b**2 + C1) * (variance_a + variance_b + C2)
-    return float((numerator / denominator).mean())
+    products, squares = mean_a * mean_b, mean_a**2 + mean_b**2
+    covariance = _windowed(a * b) - products
+    variances = _windowed(a * a + b * b) - squares  # only their sum is asked for
+    return float(((2 * products + C1) * (2 * covariance + C2) / ((squares + C1) * (variances + C2))).mean())
 
 
 def _windowed(image: Image) -> Image:
-    """Gaussian means of an image ``[H, W, 3]`` at the pixels whose window lies inside."""
+    """Gaussian means of an image ``[3, H, W]`` at the pixels whose window lies inside."""
+    return _along_rows(np.swapaxes(_along_rows(np.swapaxes(image, 1, 2)), 1, 2))
+
+
+def _along_rows(image: Image) -> Image:
+    """Gaussian means over the last axis, as products with a banded matrix: several times faster than a convolution."""
+    length = image.shape[-1] - 2 * RADIUS
+    means = np.empty((*image.shape[:-1], length))
+    for start in range(0, length, TILE):
+        width = min(TILE, length - start)
+        np.matmul(image[..., start : start + width + 2 * RADIUS], _band(width), out=means[..., start : start + width])
+    return means
+
+
+@functools.cache
+def _band(width: int) -> Float64[np.ndarray, "inputs outputs"]:
+    """Column ``i`` holds the window's weights from row ``i`` on."""
     taps = np.exp(-0.5 * (np.arange(-RADIUS, RADIUS + 1) / SIGMA) ** 2)
-    taps /= taps.sum()
-    means: Image = correlate1d(correlate1d(image, taps, axis=0), taps, axis=1)
-    return means[RADIUS:-RADIUS, RADIUS:-RADIUS]
+    band = np.zeros((width + 2 * RADIUS, width))
+    for column in range(width):
+        band[column : column + taps.size, column] = taps / taps.sum()
+    return band
 
 
 def _conclude(curve: Curve) -> Measurement:

@@ -1,0 +1,34 @@
+"""The page on evaluation says what the commands take."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+from quantwm_eval import cli, experiment_file, metrics
+
+PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_every_command_on_the_page_can_be_typed() -> None:
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    assert len(lines) == 8
+    for line in lines:
+        program, *arguments = shlex.split(line, comments=True)
+        assert program == "quantwm"
+        cli.parser().parse_args(arguments)
+
+
+def test_the_experiment_on_the_page_is_one() -> None:
+    (text,) = blocks("toml")
+    wanted = experiment_file.build(experiment_file.settings(tomllib.loads(text)))
+    assert [method.label for method in wanted.methods] == ["bf16", "kivi", "qvg", "quantwm:rank=16"]
+    assert (len(wanted.scenes), wanted.seeds, wanted.batch) == (8, (0, 1), 1)
+
+
+def test_every_metric_is_on_the_page() -> None:
+    assert [name for name in metrics.names() if f"`{name}`" not in PAGE] == []
