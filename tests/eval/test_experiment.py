@@ -76,3 +76,8 @@ def test_the_control_comes_first_and_once() -> None:
 def test_an_experiment_survives_json() -> None:
     wanted = Experiment((BF16, MethodChoice.parse("quantwm:rank=2")), (0, 3), frames=8, seeds=(1, 2))
     assert Experiment.from_json(wanted.to_json()) == wanted
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="look-away"):
+        Experiment(methods=(BF16,), scenes=(0,), kinds=("look-awry",))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
-from quantwm_core.errors import ParameterError
+from quantwm_core.errors import ParameterError, lookup
 from quantwm_core.method import Scheme, scheme
 from quantwm_eval import metrics
 
@@ -132,6 +132,8 @@ class Experiment:
         for name in ("frames", "chunks_per_seal", "batch", "samples"):
             if getattr(self, name) < 1:
                 raise ParameterError(f"{name} {getattr(self, name)}: need at least 1")
+        for kind in self.kinds:
+            lookup("kind", kind, KINDS)
         for metric in self.metrics:
             metrics.get(metric)
         for method in self.methods:

@@ -41,8 +41,8 @@ def check_device(tensor: Tensor, name: str = "tensor") -> None:
     """
     if tensor.device.type != "cpu":
         raise DeviceError(
-            f"{name}: the tensor lives on {tensor.device}, and this release of quantwm-kernels has an implementation "
-            "for CPU tensors only; move it with tensor.cpu(), or keep the cache on the CPU"
+            f"{name}: the tensor lives on {tensor.device}, and this operation has an implementation for CPU tensors only; "
+            "move it with tensor.cpu()"
         )
 
 

@@ -42,6 +42,8 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         wanted = _wanted(options.metrics, tell)
         if options.out is not None and options.out.exists() and not options.overwrite:
             raise StateError(f"--out {options.out}: exists; name another file, or add --overwrite")
+        if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
+            raise StateError(f"--out {options.out}: need a file in a folder that exists")
         pairs = compare.match(options.video, options.reference)
     except (ParameterError, StateError) as error:
         return Answer("", f"quantwm compare: {error}", BAD_OPTIONS)
