@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
-from quantwm_models.handle import Handle, read_pair, whole
+from quantwm_models.handle import Handle, attended, whole
 from quantwm_models.store import Store
 
 Kept = TypeVar("Kept", bound="Replacement")
@@ -48,20 +48,11 @@ class Attention(Replacement):
     @uncompiled
     def __call__(self, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
         """Attend, ranges of a store reconstructed."""
-        if isinstance(k, Handle) and isinstance(v, Handle) and not (k.changed or v.changed):
-            return self._read(q, k, v, *args, **kwargs)
+        if isinstance(k, Handle) and isinstance(v, Handle) and not (k.changed or v.changed or k.turned or v.turned):
+            return attended(self.original, q, k, v, *args, **kwargs)
         result = self.original(q, whole(k), whole(v), *args, **kwargs)
         if self.watcher is not None:
             self.watcher(q)
-        return result
-
-    def _read(self, q: Tensor, k: Handle, v: Handle, *args: Any, **kwargs: Any) -> Any:
-        keys, values = read_pair(k, v)
-        result = self.original(q, keys, values, *args, **kwargs)
-        cache = k.store.halves.cache
-        queries = q.transpose(1, 2)
-        cache.observe(queries)
-        cache.tell_attended(queries, keys.transpose(1, 2), values.transpose(1, 2), *k.slots)
         return result
 
 
