@@ -110,7 +110,7 @@ def hosts(session: nox.Session) -> None:
         extra="causal_forcing,fastvideo,hy_world,lingbot_world,longcat_video,matrix_game",
     )
     # What they ask for are servers, trainers and CUDA libraries; the extras above are what their models import.
-    session.install("--no-deps", *HOSTS_ON_THE_INDEX)
+    session.install("--no-deps", *HOSTS_ON_THE_INDEX, f"--editable={ROOT / 'docs' / 'anyflow'}")
     pytest(session, *TWO_PROCESSES, "tests/hosts", **ONE_THREAD)
 
 
@@ -134,7 +134,7 @@ def typing(session: nox.Session) -> None:
     """Check the types of the sources, the tests and this file, strictly."""
     tools = [*group("typing"), *group("test"), *group("eval")]
     install(session, *tools, through="eval", extra="flow")
-    session.run("mypy", *existing("packages/*/src", "tests", "benchmarks", "docs/course/*.py", "noxfile.py"))
+    session.run("mypy", *existing("packages/*/src", "tests", "benchmarks", "docs/**/*.py", "noxfile.py"))
 
 
 @nox.session
