@@ -107,7 +107,7 @@ def hosts(session: nox.Session) -> None:
         session,
         *group("test"),
         through="models",
-        extra="causal_forcing,fastvideo,hy_world,lingbot_world,longcat_video,matrix_game",
+        extra="causal_forcing,fastvideo,hy_world,lingbot_world,longcat_video,matrix_game,sglang",
     )
     # What they ask for are servers, trainers and CUDA libraries; the extras above are what their models import.
     session.install("--no-deps", *HOSTS_ON_THE_INDEX, f"--editable={ROOT / 'docs' / 'anyflow'}")
