@@ -3,10 +3,9 @@
     python -m benchmarks.longcat_history --checkout PATH
 
 Run from the repository's root, with the host's files at PATH, on a CPU in some minutes. The host's own pipeline makes two
-segments with a small model of random weights: 2 layers of 2 heads x 128, 19 latent frames of 432 tokens, so that units have
-codebooks of the same size. Errors are of the logits, root mean square over all layers and queries of a segment against the
-exact keys, as a share of the logits' deviation. With random weights they rank the choices, and say nothing of a released
-model. A line of JSON per choice.
+segments with a small model of random weights: 2 layers of 2 heads x 128, 19 latent frames of 432 tokens. Errors are of the
+logits, root mean square over all layers and queries of a segment against the exact keys, as a share of the logits'
+deviation. With random weights they rank the choices, and say nothing of a released model. A line of JSON per choice.
 """
 
 import argparse
