@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the host has its own
 FRAME, LAYERS, HEADS, CHANNELS, CHUNK = 16, 2, 2, 32, 3
 WIDTH = 2 * 2 * HEADS * CHANNELS  # BF16 bytes of a token's keys and values
 ACTION_HEADS, ACTION_CHANNELS = 2, 64
-LONGEST = 5  # chunks of the longest video
+LONGEST = 4  # chunks of the longest video
 STAGE = "fastvideo.pipelines.stages.matrixgame2_denoising"
 
 Load = Callable[[str], Any]
@@ -112,7 +112,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_videos(load: Load, name: str) -> None:
     case = CASES[name]
-    attachment = prove(lambda: lived(load, **case), (5, 4))
+    attachment = prove(lambda: lived(load, **case), (4, 3))
     report = attachment.report()
     assert report.tokens == LAYERS * FRAME * case.get("local_attn_size", 6)
     assert report.active_nbytes == WIDTH * LAYERS * FRAME * CHUNK
