@@ -1,11 +1,13 @@
 """Compiles every kernel for every architecture, without a GPU: ``python -m tests.parity.compile_ahead``.
 
-One line of JSON for each: kernel, variant, architecture, bytes of shared memory, registers that had to be spilled.
+One line of JSON for each: kernel, variant, architecture, bytes of shared memory, and matrix operands of fewer rows than the
+registers of a thread are arranged for, whose products would be wrong.
 Triton's interpreter replaces the compiler, so this runs as a process of its own, without ``TRITON_INTERPRET``.
 """
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -126,7 +128,7 @@ def seal(
 ) -> Case:
     """A kernel that seals, on heads of 128 channels and 256 centroids unless ``constants`` say otherwise."""
     module, _, name = kernel.partition(".")
-    names = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name).arg_names
+    names = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name).function.arg_names
     blocks = LAUNCHES[launch].blocks
     sizes = {
         "CHANNELS": 128, "BLOCK_D": 128, "BLOCK_C": 256, "GROUP": 64, "GROUPS": 2, "GROUPS_2": 2, "GROUP_2": 64,
@@ -227,10 +229,17 @@ CASES = (
 )
 
 
+def crowded(code: str) -> list[str]:
+    """Operands of matrix products whose summed axis is shorter than the four threads that share it would fill."""
+    found = re.findall(r"tensor<(\d+)x(\d+)x\w+, #ttg\.dot_op<{opIdx = (\d), parent = #\w+, kWidth = (\d+)", code)
+    operands = {(int(columns if side == "0" else rows), int(width)) for rows, columns, side, width in found}
+    return [f"{length} summed, {width} a thread" for length, width in sorted(operands) if length < 4 * width]
+
+
 def compiled(case: Case) -> Iterator[dict[str, object]]:
     """Compile a case for every architecture."""
     module, _, name = case.kernel.partition(".")
-    kernel = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
+    kernel = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name).function
     types = dict(argument.split(":") for argument in case.arguments.split())
     launch = LAUNCHES[case.launch]
     fixed = {**launch.blocks, **case.constants}
@@ -248,6 +257,7 @@ def compiled(case: Case) -> Iterator[dict[str, object]]:
             "variant": case.variant,
             "architecture": architecture,
             "shared": binary.metadata.shared,
+            "crowded": crowded(binary.asm["ttgir"]),
         }
 
 

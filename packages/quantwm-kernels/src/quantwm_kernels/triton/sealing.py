@@ -12,7 +12,8 @@ for PSAC, and two more where the groups of a token are no power of two. Beside t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
+from functools import cache
 from itertools import accumulate
 from typing import Any, cast
 
@@ -55,7 +56,7 @@ def seal(jobs: Sequence[Asked], moment: QueryMoment | None = None) -> PendingTen
             for number, (job, arrays) in enumerate(zip(group, written, strict=True), begin):
                 span = (ends[number], ends[number + 1])
                 _check_wide(job, status[Status.MAGNITUDE, slice(*span)])
-                settings = asdict(cast("Any", job.method))
+                settings = {each.name: getattr(job.method, each.name) for each in fields(cast("Any", job.method))}
                 drafts.append(Draft(job.method.name, settings, job.shape, arrays, job.label, job.values, span))
         return PendingTensors(drafts, status)
 
@@ -126,6 +127,7 @@ def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) 
         raise ParameterError(f"quantwm rank {method.rank}: need at most {channels}, the head dimension")
     layer = Layer.of(*(job.exact for job in jobs))
     known = moment if keys else None
+    directions = _Directions(known.mean, method.rank) if known is not None and method.rank else None
     weights, metric = _metric(layer, method, known, status)
     warm = [table.flatten(0, 1) for table in map(_warm, jobs) if table is not None]
     rows = _rows(method, tokens)
@@ -133,20 +135,49 @@ def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) 
     codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations)
     ranks = min(method.candidates, rows) if keys else 1
     index, largest = qsac.choose_layer(frame, codebook.rank(frame, ranks, 1), group, weights, ranks, 1)
-    along = None
-    if known is not None and method.rank:
-        basis, energies = statistics.principal_basis(known.mean, method.rank)
-        along = Projection.onto(psac.projection_of(basis.flatten(0, 1)), tokens)
+    along = None if directions is None else Projection.onto(directions.matrix(), tokens)
     codes = affine.encode_layer(layer, group, largest, Residual(index, frame.stored), along)
     arrays = _clustered((batch, heads), codes, index, frame.stored, len(jobs))
-    if known is not None and along is not None:
+    if directions is not None and along is not None:
         non_zero = status[Status.NON_ZERO, : layer.per_tensor]
-        scales, steps = psac.quantize(
-            along.coefficients, along.peaks, energies.flatten(0, 1), channels, method.threshold, non_zero
-        )
+        energies = directions.energies.flatten(0, 1)
+        scales, steps = psac.quantize(along.coefficients, along.peaks, energies, channels, method.threshold, non_zero)
         scales = scales.view(batch, heads, method.rank)
-        arrays[0] |= {"basis": basis, "coefficient_scales": scales, "coefficients": steps}
+        arrays[0] |= {"basis": directions.basis, "coefficient_scales": scales, "coefficients": steps}
     return arrays
+
+
+class _Directions:
+    """Principal directions of a moment, found on a stream of their own while k-means runs.
+
+    Few programs take long over them, so they would leave a device idle.
+
+    Attributes:
+        basis, energies: As :func:`quantwm_kernels.triton.statistics.principal_basis` returns them.
+    """
+
+    def __init__(self, mean: Tensor, rank: int) -> None:
+        self._stream = _beside(mean.device) if mean.is_cuda else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(mean.device))
+        with torch.cuda.stream(self._stream):
+            self.basis, self.energies = statistics.principal_basis(mean, rank)
+            self._matrix = psac.projection_of(self.basis.flatten(0, 1))
+
+    def matrix(self) -> Tensor:
+        """FP32 ``[S, D, r]`` to project on; whatever is launched from here on may use basis and energies, too."""
+        if self._stream is not None:
+            caller = torch.cuda.current_stream(self.basis.device)
+            caller.wait_stream(self._stream)
+            for each in (self.basis, self.energies, self._matrix):
+                each.record_stream(caller)
+        return self._matrix
+
+
+@cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which directions are found."""
+    return torch.cuda.Stream(device)
 
 
 def _metric(layer: Layer, method: QuantWM, moment: QueryMoment | None, status: Tensor) -> tuple[Tensor, Tensor | None]:
