@@ -222,7 +222,7 @@ def environment() -> dict[str, Any]:
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()  # noqa: S603 - a fixed command
     return {
         "benchmark": "decode",
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
         "triton": version("triton"),
         "python": platform.python_version(),
