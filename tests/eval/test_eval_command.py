@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("eval")
     (folder / "ours.toml").write_text(FILE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "HOSTS", {"demo": FakeHost})
+        patch.setattr(evaluate, "HOSTS", {"demo": lambda _device: FakeHost()})
         given = ["eval", str(folder / "ours.toml"), "--out", str(folder / "run"), "--videos", "1", "--seeds", "0,3"]
         assert cli.main(given) == 0
     return folder / "run"
@@ -42,7 +42,7 @@ def found(folder: Path) -> Results:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "HOSTS", {"demo": FakeHost})
+    monkeypatch.setattr(evaluate, "HOSTS", {"demo": lambda _device: FakeHost()})
 
 
 def test_options_and_file_make_the_experiment(found: Results) -> None:
@@ -112,7 +112,7 @@ def test_a_file_that_says_nothing_sensible_is_refused_before_anything_is_written
 def test_an_unsteady_model_ends_in_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluate, "HOSTS", {"demo": lambda: FakeHost(unsteady=True)})
+    monkeypatch.setattr(evaluate, "HOSTS", {"demo": lambda _device: FakeHost(unsteady=True)})
     given = ["--methods", "bf16", "--scenes", "0", "--frames", "4", "--kinds", "walk", "--out", str(tmp_path)]
     assert cli.main(["eval", *given]) == 1
     assert "INVALID" in capsys.readouterr().err

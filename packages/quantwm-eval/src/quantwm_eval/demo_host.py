@@ -44,6 +44,7 @@ class DemoHost:
 
     Args:
         pipeline: The model; None loads the bundled weights.
+        device: Where to, as torch calls it.
 
     Raises:
         StateError: The bundled weights are not installed.
@@ -52,14 +53,15 @@ class DemoHost:
     name = "demo"
     frame_rate = 8
 
-    def __init__(self, pipeline: WorldPipeline | None = None) -> None:
+    def __init__(self, pipeline: WorldPipeline | None = None, device: str = "cpu") -> None:
         if pipeline is None:
             try:
-                pipeline = load()
+                pipeline = load(device=device)
             except FileNotFoundError as error:
                 raise StateError("the weights of the demo world are not installed; reinstall quantwm-eval") from error
         self.pipeline = pipeline
         self.chunk_frames = pipeline.config.chunk_frames
+        self.device = pipeline.device
 
     def check(self, scenes: Sequence[int], frames: int, degrees: int) -> None:
         """Raise where the world cannot do these scenes.
@@ -135,4 +137,4 @@ class DemoHost:
         first = torch.stack([torch.from_numpy(episode.first_frames) for episode in episodes])
         actions = torch.stack([torch.from_numpy(episode.actions) for episode in episodes])
         videos = self.pipeline.generate(first, actions, seeds=noise, progress=lambda _made, _all: progress())
-        return list(videos.numpy())
+        return list(videos.cpu().numpy())

@@ -103,9 +103,11 @@ class Experiment:
         seeds: Numbers from which noise is drawn.
         chunks_per_seal: Chunks per sealed unit where a method does not say otherwise.
         batch: Scenes that are generated together; figures do not depend on it, times do.
-        samples: Queries per head, layer and call that the recorder scores.
+        samples: Queries per head, layer and call that the recorder scores; with 0 there is no recorder, whose work and copies
+            would be part of times and memory.
         model: The host.
         metrics: Names of the metrics; all that are installed, unless told otherwise.
+        name: Of the bundled experiment that it is, see :mod:`quantwm_eval.named`; empty for others.
     """
 
     methods: tuple[MethodChoice, ...]
@@ -119,6 +121,7 @@ class Experiment:
     samples: int = 32
     model: str = "demo"
     metrics: tuple[str, ...] = field(default_factory=metrics.installed)
+    name: str = ""
 
     def __post_init__(self) -> None:
         for name, entries in (
@@ -126,12 +129,15 @@ class Experiment:
             ("scenes", self.scenes),
             ("kinds", self.kinds),
             ("seeds", self.seeds),
+            ("metrics", self.metrics),
         ):
             if not entries or len(set(entries)) < len(entries):
                 raise ParameterError(f"{name}: got {len(entries)}, need at least one and none twice")
-        for name in ("frames", "chunks_per_seal", "batch", "samples"):
-            if getattr(self, name) < 1:
-                raise ParameterError(f"{name} {getattr(self, name)}: need at least 1")
+        for name, least in (("frames", 1), ("chunks_per_seal", 1), ("batch", 1), ("samples", 0)):
+            if getattr(self, name) < least:
+                raise ParameterError(f"{name} {getattr(self, name)}: need at least {least}")
+        if min(self.seeds) < 0:
+            raise ParameterError(f"seeds {min(self.seeds)}: need numbers of at least 0")
         for kind in self.kinds:
             lookup("kind", kind, KINDS)
         for metric in self.metrics:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from jaxtyping import Int64
 
 from quantwm_core.method import Scheme
@@ -64,6 +65,7 @@ class Host(Protocol):
     name: str
     frame_rate: int
     chunk_frames: int
+    device: torch.device
 
     def check(self, scenes: Sequence[int], frames: int, degrees: int) -> None:
         """Raise where the model cannot do these scenes.

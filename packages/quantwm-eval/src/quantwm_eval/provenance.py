@@ -37,6 +37,7 @@ class Provenance:
         platform: System and processor architecture.
         cores: Processor cores of the machine.
         threads: Threads that torch computes with.
+        device: What the model ran on: ``"cpu"``, or the GPU by its name.
     """
 
     command: str
@@ -45,17 +46,19 @@ class Provenance:
     platform: str
     cores: int
     threads: int
+    device: str = "cpu"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
 
 
-def collect(arguments: Sequence[str]) -> Provenance:
+def collect(arguments: Sequence[str], device: str = "cpu") -> Provenance:
     """Look around.
 
     Args:
         arguments: Of the ``quantwm`` command.
+        device: What the model runs on, as torch calls it.
 
     >>> collect(["demo", "--out", "my folder"]).command
     "quantwm demo --out 'my folder'"
@@ -67,4 +70,5 @@ def collect(arguments: Sequence[str]) -> Provenance:
         platform=f"{platform.system()} {platform.machine()}",
         cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
+        device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jinja2
 
-from quantwm_eval import figures, films, markdown, summary
+from quantwm_eval import agreement, figures, films, markdown, summary
 from quantwm_eval.experiment import CONTROL
 from quantwm_eval.films import VIDEOS
 from quantwm_eval.gallery import TRUTH, Gallery, Reel, data_uri
@@ -80,6 +80,9 @@ def page(results: Results, gallery: Gallery, reels: Sequence[Reel]) -> str:
         colours=figures.colours(results),
         table=summary.main_table(results),
         details=[summary.detail_table(results, kind) for kind in results.experiment.kinds],
+        stated=agreement.rows(results),
+        stated_heads=agreement.HEADS,
+        stated_title=agreement.title(results),
         plots=figures.all_plots(results),
         gallery=gallery,
         reels=reels,

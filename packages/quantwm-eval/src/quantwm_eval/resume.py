@@ -13,7 +13,7 @@ from quantwm_eval.experiment import Experiment
 from quantwm_eval.provenance import Provenance
 from quantwm_eval.results import Results
 
-MACHINE = ("platform", "cores", "threads")
+MACHINE = ("platform", "device", "cores", "threads")
 """What must be equal, beside versions, for times to stand in one table."""
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+import torch
 
 from quantwm_core.errors import StateError
 from quantwm_eval import metrics
@@ -126,11 +127,18 @@ def _due(
 
 
 def _warm_up(experiment: Experiment, host: Host) -> None:
-    """Generate one chunk under every method and forget it: what is loaded on first use counts in no video's time."""
+    """Generate a little under every method and forget it: what is loaded on first use counts in no video's time.
+
+    On a GPU that is two units and a read of them, because kernels are compiled on first use, and the first unit, which has
+    no statistics, needs others than the second.
+    """
     (episode,) = host.episodes(experiment.kinds[0], experiment.scenes[:1], experiment.frames, experiment.degrees)
-    short = replace(episode, actions=episode.actions[: host.chunk_frames])
+    compiles = host.device.type == "cuda"
     for method in experiment.methods:
-        with host.attach(method.scheme(chunks_per_seal=1), [Recorder(experiment.samples)], method.window):
+        scheme = method.scheme(experiment.chunks_per_seal if compiles else 1)
+        chunks = 2 * scheme.chunks_per_seal + 1 if compiles else 1
+        short = replace(episode, actions=episode.actions[: chunks * host.chunk_frames])
+        with host.attach(scheme, _observers(Recorder(experiment.samples)), method.window):
             host.generate([short], [0], lambda: None)
 
 
@@ -197,8 +205,10 @@ def _roll_out(
 ) -> list[Evidence]:
     """Generate a batch with a method's cache under the model, and keep what metrics need."""
     recorder = Recorder(experiment.samples)
-    with host.attach(method.scheme(experiment.chunks_per_seal), [recorder], method.window) as attached:
+    with host.attach(method.scheme(experiment.chunks_per_seal), _observers(recorder), method.window) as attached:
         meter = Meter(attached)
+        if host.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(host.device)
 
         def chunk_done() -> None:
             meter.chunk_done(len(episodes))
@@ -208,12 +218,18 @@ def _roll_out(
         videos = host.generate(episodes, seeds, chunk_done)
         elapsed = time.perf_counter() - began - recorder.seconds - meter.seconds
         use = attached.use()
+    peak = float(torch.cuda.max_memory_allocated(host.device)) if host.device.type == "cuda" else None
     seconds = Seconds(*(part / len(episodes) for part in (elapsed, use.seal_seconds, use.decode_seconds)))
     recordings = recorder.recordings() or [None] * len(episodes)
     return [
-        Evidence(video, reference, episode.look_away, recording, tuple(meter.moments), seconds)
+        Evidence(video, reference, episode.look_away, recording, tuple(meter.moments), seconds, episode.truth, peak)
         for video, reference, episode, recording in zip(videos, references, episodes, recordings, strict=True)
     ]
+
+
+def _observers(recorder: Recorder) -> tuple[Recorder, ...]:
+    """Nobody looks on where nothing is sampled."""
+    return (recorder,) if recorder.samples else ()
 
 
 def measure(names: Sequence[str], evidence: Evidence) -> Measurement:
@@ -228,4 +244,5 @@ def measure(names: Sequence[str], evidence: Evidence) -> Measurement:
         {name: curve for one in found for name, curve in one.curves.items()},
         {name: grid for one in found for name, grid in one.maps.items()},
         {name: curve for one in found for name, curve in one.ages.items()},
+        {name: curve for one in found for name, curve in one.positions.items()},
     )

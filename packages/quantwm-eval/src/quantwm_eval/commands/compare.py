@@ -66,9 +66,9 @@ def _wanted(chosen: tuple[str, ...] | None, tell: Tell) -> list[str]:
                 f"metric {name!r} needs more than pictures ({', '.join(metric.needs)}); known: {', '.join(compare.names())}"
             )
         if not metric.installed:
-            raise ParameterError(f"metric {name!r} needs the module {metric.module}, which is not installed")
+            raise ParameterError(f"metric {name!r} needs {metric.lacks}, which is not there")
     names = chosen or compare.names()
     lacking = [name for name in names if not metrics.get(name).installed]
-    if lacking:
-        tell(f"left out: {', '.join(f'{name} (needs the module {metrics.get(name).module})' for name in lacking)}")
+    if told := [name for name in lacking if metrics.get(name).variable is None]:  # what a variable names is the user's
+        tell(f"left out: {', '.join(f'{name} (needs {metrics.get(name).lacks})' for name in told)}")
     return [name for name in names if name not in lacking]

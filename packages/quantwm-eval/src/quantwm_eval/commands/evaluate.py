@@ -13,9 +13,9 @@ import torch
 from tqdm import tqdm
 
 from quantwm_core.errors import QuantWMError, StateError, lookup
-from quantwm_eval import experiment_file, films, paired, provenance, resume, tables
+from quantwm_eval import experiment_file, films, named, paired, provenance, resume, tables, text_table
 from quantwm_eval.commands.answer import BAD_OPTIONS, FAILED, Answer, Tell
-from quantwm_eval.commands.arguments import method_list, metric_list, natural, numbers, positive, words
+from quantwm_eval.commands.arguments import check_device, method_list, metric_list, natural, numbers, positive, words
 from quantwm_eval.demo_host import DemoHost
 from quantwm_eval.evaluate import evaluate
 from quantwm_eval.experiment import KINDS, Experiment
@@ -23,7 +23,8 @@ from quantwm_eval.host import Host
 from quantwm_eval.output import RESULTS
 from quantwm_eval.run import count_chunks
 
-HOSTS: Mapping[str, Callable[[], Host]] = {"demo": DemoHost}
+HOSTS: Mapping[str, Callable[[str], Host]] = {"demo": lambda device: DemoHost(device=device)}
+"""By name, what makes a host on a device."""
 DEFAULT_OUT = "quantwm-eval"
 OF_EXPERIMENT = (
     "methods", "scenes", "kinds", "frames", "degrees", "seeds", "chunks_per_seal", "batch", "samples", "metrics",
@@ -34,17 +35,24 @@ SECONDS_BETWEEN_LOG_LINES = 30
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add its options."""
     told = """\
-        Runs an experiment and appends every finished cell (one video under one method) to OUT/results.jsonl. The same
+        Runs an experiment, a bundled one by its name or one's own, and appends every finished cell (one video under one method) to OUT/results.jsonl. The same
         command again goes on where it was stopped; a results file of another experiment, version or machine is refused.
-        Options take precedence over the file. "quantwm report" renders what is there, at any time."""
+        Options take precedence over the file's settings. "quantwm report" renders what is there, at any time."""
     one = commands.add_parser(
         "eval",
-        help="an experiment from a TOML file or options, resumable",
+        help="an experiment by name, from a TOML file or from options, resumable",
         description=textwrap.fill(textwrap.dedent(told), 100),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    one.add_argument("file", type=Path, nargs="?", default=None, metavar="FILE.toml", help="settings of the experiment")
+    one.add_argument(
+        "experiment",
+        nargs="?",
+        default=None,
+        metavar="NAME|FILE.toml",
+        help="a bundled experiment (--list), or a file of settings",
+    )
+    one.add_argument("--list", action="store_true", default=False, help="say which experiments are bundled, and end")
     one.add_argument("--out", type=Path, default=Path(DEFAULT_OUT), metavar="DIR", help=f"default: {DEFAULT_OUT}")
     one.add_argument("--methods", type=method_list, metavar="A,B,...", help="bf16, the control, is always among them")
     one.add_argument("--scenes", type=numbers, metavar="0-7,9", help="numbers of scenes")
@@ -54,22 +62,32 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     one.add_argument("--seeds", type=numbers, metavar="0-2", help="noise")
     one.add_argument("--chunks-per-seal", type=positive, metavar="N", help="chunks per sealed unit")
     one.add_argument("--batch", type=positive, metavar="N", help="scenes generated, and at worst lost, together")
-    one.add_argument("--samples", type=positive, metavar="N", help="queries scored per head, layer and call")
+    one.add_argument(
+        "--samples", type=natural, metavar="N", help="queries scored per head, layer and call; 0: nobody looks on"
+    )
     one.add_argument("--metrics", type=metric_list, metavar="A,B,...", help="default: all")
     one.add_argument("--videos", type=natural, default=0, metavar="N", help="keep the videos of the first N scenes")
+    one.add_argument("--device", default="cpu", metavar="D", help="cpu (default) or cuda, as torch calls it")
     one.add_argument("--threads", type=positive, metavar="N", help="of torch (default: its choice)")
     one.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer:
     """Do it."""
+    if options.list:
+        return Answer(
+            text_table.grid(
+                [("experiment", "what it asks"), *((name, named.get(name).about) for name in named.names())], left=2
+            )
+        )
     if "threads" in options:
         torch.set_num_threads(options.threads)
-    source = provenance.collect(given)
     path: Path = options.out / RESULTS
     try:
         wanted = _experiment(options)
-        host = HOSTS[lookup("model", wanted.model, HOSTS)]()
+        check_device(options.device)
+        source = provenance.collect(given, options.device)
+        host = HOSTS[lookup("model", wanted.model, HOSTS)](options.device)
         count_chunks(wanted, host)
         if options.out.exists() and not options.out.is_dir():
             raise StateError(f"--out {options.out}: is a file; name a folder")
@@ -94,8 +112,11 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
 
 
 def _experiment(options: argparse.Namespace) -> Experiment:
-    """The file's settings with those of the options over them."""
-    chosen: dict[str, Any] = {} if options.file is None else experiment_file.read(options.file)
+    """The file's or the bundled experiment's settings with those of the options over them."""
+    chosen: dict[str, Any] = {}
+    if options.experiment is not None:
+        path = Path(options.experiment)
+        chosen = experiment_file.read(path) if path.suffix == ".toml" else named.get(options.experiment).settings
     chosen |= {name: getattr(options, name) for name in OF_EXPERIMENT if name in options}
     return experiment_file.build(chosen)
 

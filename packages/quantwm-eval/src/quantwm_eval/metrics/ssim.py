@@ -10,7 +10,7 @@ from jaxtyping import Float64, UInt8
 
 from quantwm_core.errors import ShapeError
 from quantwm_eval.evidence import Curve, Frames, check_pair
-from quantwm_eval.metric import Measurement, Quantity, Walk, walking
+from quantwm_eval.metric import Quantity, Walk, mean_of_frames, walking
 
 RADIUS = 5
 SIGMA = 1.5
@@ -87,10 +87,9 @@ def _band(width: int) -> Float64[np.ndarray, "inputs outputs"]:
     return band
 
 
-def _conclude(curve: Curve) -> Measurement:
-    return Measurement({"ssim": float(curve.mean())}, {"ssim": curve})
-
-
 METRIC = walking(
-    "ssim", (Quantity("ssim", "SSIM", "", "higher", -1.0, 1.0, 4),), ("reference",), Walk(ssim, 0, _conclude)
+    "ssim",
+    (Quantity("ssim", "SSIM", "", "higher", -1.0, 1.0, 4),),
+    ("reference",),
+    Walk(ssim, 0, mean_of_frames("ssim")),
 )
