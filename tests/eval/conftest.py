@@ -15,7 +15,8 @@ TAPPED = (1, 3, 6, 9, 12)
 @pytest.fixture(scope="session")
 def vgg_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(0)
-    tensors, before = {}, 3
+    tensors: dict[str, torch.Tensor] = {}
+    before = 3
     for index, width in enumerate(WIDTHS):
         weight = torch.randn(width, before, 3, 3, generator=generator) * (2 / (9 * before)) ** 0.5
         tensors |= {

@@ -193,7 +193,9 @@ def test_a_killed_runs_page_says_so(folder: Path, tmp_path: Path, capsys: pytest
     assert Page(text).all("video") == []
 
 
-def test_parts_of_an_experiment_are_joined_and_others_refused(folder: Path, found: Results, tmp_path: Path) -> None:
+def test_parts_of_an_experiment_are_joined_and_others_refused(
+    folder: Path, found: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     head, *lines = (folder / "results.jsonl").read_text().splitlines(keepends=True)
     parts = []
     for scene in (0, 1, 2):
@@ -207,6 +209,11 @@ def test_parts_of_an_experiment_are_joined_and_others_refused(folder: Path, foun
     assert joined.missing == 0
     for kind, label, quantity in (("walk", "rtn", "psnr"), ("look-away", "quantwm:rank=2", "ssim")):
         assert summary.estimate(joined, kind, label, quantity) == summary.estimate(found, kind, label, quantity)
+    capsys.readouterr()
+    assert cli.main(["report", *map(str, parts), "--format", "jsonl"]) == 0
+    whole = results.parse(Path("joined"), capsys.readouterr().out)
+    assert whole.experiment == found.experiment
+    assert {cell.key for cell in whole.cells} == {cell.key for cell in found.cells}
     with pytest.raises(StateError, match="both hold the cell walk 0 0 bf16"):
         merge.load([parts[0], parts[0]])
     plain = json.loads(head)

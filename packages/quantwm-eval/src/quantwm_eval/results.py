@@ -113,10 +113,14 @@ def cell_line(cell: Cell) -> str:
     )
 
 
+def text(results: Results) -> str:
+    """A whole results file."""
+    return "".join([header_line(results.experiment, results.provenance), *map(cell_line, results.cells)])
+
+
 def save(path: Path, results: Results) -> None:
     """Write a results file; one that exists is replaced."""
-    lines = [header_line(results.experiment, results.provenance), *map(cell_line, results.cells)]
-    path.write_text("".join(lines), encoding="utf-8")
+    path.write_text(text(results), encoding="utf-8")
 
 
 def load(path: Path) -> Results:

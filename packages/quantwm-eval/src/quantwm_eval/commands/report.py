@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quantwm_core.errors import QuantWMError, StateError
-from quantwm_eval import films, markdown, merge, paired, report, tables
+from quantwm_eval import films, markdown, merge, paired, report, results, tables
 from quantwm_eval.commands.answer import BAD_OPTIONS, FAILED, Answer, Tell
 from quantwm_eval.gallery import Gallery
 from quantwm_eval.output import RESULTS
 from quantwm_eval.results import Results
 
-FORMATS = ("html", "table", "markdown", "csv")
+FORMATS = ("html", "table", "markdown", "csv", "jsonl")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,7 +26,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     one.add_argument(
         "results", type=Path, nargs="+", metavar="RESULTS", help="results.jsonl, or the folder that holds it"
     )
-    one.add_argument("--format", choices=FORMATS, default="html", help="html is written, the others are printed")
+    one.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="html",
+        help="html is written, the others are printed; jsonl: one results file of all",
+    )
     one.add_argument("--against", metavar="METHOD", help="show differences from it, over the same scenes")
     one.add_argument("--all", action="store_true", help="table: every quantity, not the main ones only")
     one.add_argument("--videos", type=Path, metavar="DIR", help="html: kept videos (default: videos/ beside RESULTS)")
@@ -45,6 +50,8 @@ def run(options: argparse.Namespace, _given: Sequence[str], tell: Tell) -> Answe
             text = _page(options, found, paths[0].parent)
         elif options.format == "table":
             text = tables.text(found, against, options.all)
+        elif options.format == "jsonl":
+            text = results.text(found).rstrip("\n")
         elif options.format == "csv":
             text = tables.comma_separated(found, against).rstrip("\n")
         else:
