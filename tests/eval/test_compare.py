@@ -58,6 +58,18 @@ def test_frames_in_folders_score_as_the_arrays_do_to_the_bit(tmp_path: Path) -> 
     assert found.of_reference == alone != {"temporal_flickering": found.measurement.values["temporal_flickering"]}
 
 
+def test_a_frame_without_a_number_among_others_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbered = save_frames(tmp_path / "numbered", A[:3])
+    (numbered / "frame_1.png").rename(numbered / "frame.png")
+    status, told = refused(numbered, numbered, capsys)
+    assert status == 1
+    assert "frame.png: has no number" in told
+    (tmp_path / "named").mkdir()
+    for name, picture in zip("cab", A[[2, 0, 1]], strict=True):
+        PIL.Image.fromarray(picture).save(tmp_path / "named" / f"{name}.png")
+    np.testing.assert_array_equal([*footage.find(tmp_path / "named")[""].frames()], A[:3])
+
+
 def test_frames_are_taken_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     (found,) = footage.find(save_frames(tmp_path / "a", A, first=8)).values()
     np.testing.assert_array_equal(np.stack(list(found.frames())), A)
