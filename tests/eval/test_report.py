@@ -249,8 +249,8 @@ def test_the_best_is_the_lowest_where_lower_is_better() -> None:
 def test_plots_tell_their_figures_in_words(product: Product) -> None:
     plots = {plot.title: plot for plot in figures.all_plots(product.results)}
     assert list(plots) == [
-        "Quality against bits", "Quality over time", "Selection shift over time", "Logit error by age",
-        "Selection shift by layer and head",
+        "Quality against bits", "Quality over time", "Drift from the truth", "Selection shift over time",
+        "Logit error by age", "Logit error by position", "Query energy", "Selection shift by layer and head",
     ]  # fmt: skip
     by_age = [
         cell.measurement.ages["logit_error"]

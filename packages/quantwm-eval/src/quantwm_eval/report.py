@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jinja2
 
-from quantwm_eval import agreement, figures, films, markdown, summary
+from quantwm_eval import agreement, drawing, figures, films, markdown, summary
 from quantwm_eval.experiment import CONTROL
 from quantwm_eval.films import VIDEOS
 from quantwm_eval.gallery import TRUTH, Gallery, Reel, data_uri
@@ -77,7 +77,7 @@ def page(results: Results, gallery: Gallery, reels: Sequence[Reel]) -> str:
         provenance=results.provenance,
         headline=headline(results),
         cards=cards(results),
-        colours=figures.colours(results),
+        colours=drawing.colours(results),
         table=summary.main_table(results),
         details=[summary.detail_table(results, kind) for kind in results.experiment.kinds],
         stated=agreement.rows(results),
