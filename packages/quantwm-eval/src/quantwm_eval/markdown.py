@@ -9,10 +9,17 @@ from quantwm_eval.results import Results
 from quantwm_eval.summary import Table
 
 
-def render(results: Results, headline: str) -> str:
-    """Headline, tables and provenance, to be pasted into an issue or a README."""
+def render(results: Results, headline: str, more: Sequence[Table] = ()) -> str:
+    """Headline, tables and provenance, to be pasted into an issue or a README.
+
+    Args:
+        results: What was measured.
+        headline: The first line.
+        more: Tables that come from elsewhere, VBench's.
+    """
     source, stated = results.provenance, agreement.rows(results)
-    tables = [summary.main_table(results), *(summary.detail_table(results, kind) for kind in results.experiment.kinds)]
+    details = [summary.detail_table(results, kind) for kind in results.experiment.kinds]
+    tables = [summary.main_table(results), *more, *details]
     versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
     warning = (
         [] if results.valid else ["**INVALID: a BF16 control differed from its reference; no figure here counts.**"]

@@ -9,6 +9,7 @@ from quantwm_eval import agreement, paired, summary, text_table
 from quantwm_eval.estimate import Estimate
 from quantwm_eval.metric import Quantity
 from quantwm_eval.results import Results
+from quantwm_eval.summary import Table
 
 COLUMNS = (
     "kind", "quantity", "unit", "better", "method", "n", "mean", "low", "high",
@@ -47,6 +48,15 @@ def text(results: Results, against: str | None = None, everything: bool = False)
     if against is not None:
         notes.append("*: the interval of the difference over the same scenes leaves zero out.")
     return "\n\n".join([*blocks, " ".join(notes)])
+
+
+def grid(table: Table) -> str:
+    """A table of methods by quantities, each mean with its interval in parentheses."""
+    rows = [
+        (label, *(f"{x.text} ({x.interval})" if x.interval else x.text for x in entries))
+        for label, entries in table.rows
+    ]
+    return f"{table.title}\n{text_table.grid([('method', *table.heads), *rows])}"
 
 
 def comma_separated(results: Results, against: str | None = None) -> str:

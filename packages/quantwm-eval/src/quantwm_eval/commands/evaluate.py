@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from quantwm_core.errors import QuantWMError, StateError, lookup
-from quantwm_eval import experiment_file, films, named, paired, provenance, resume, tables, text_table
+from quantwm_eval import experiment_file, films, named, paired, provenance, resume, tables, text_table, vbench
 from quantwm_eval.commands.answer import BAD_OPTIONS, FAILED, Answer, Tell
 from quantwm_eval.commands.arguments import check_device, method_list, metric_list, natural, numbers, positive, words
 from quantwm_eval.demo_host import DemoHost
@@ -67,6 +67,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     one.add_argument("--metrics", type=metric_list, metavar="A,B,...", help="default: all")
     one.add_argument("--videos", type=natural, default=0, metavar="N", help="keep the videos of the first N scenes")
+    one.add_argument(
+        "--vbench", type=Path, metavar="ENV", help="let VBench, of this environment, score all videos as well"
+    )
+    one.add_argument(
+        "--vbench-dimensions", type=words, default=vbench.DIMENSIONS, metavar="A,B,...", help="default: all"
+    )
     one.add_argument("--device", default="cpu", metavar="D", help="cpu (default) or cuda, as torch calls it")
     one.add_argument("--threads", type=positive, metavar="N", help="of torch (default: its choice)")
     one.set_defaults(run=run)
@@ -85,6 +91,8 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
     path: Path = options.out / RESULTS
     try:
         wanted = _experiment(options)
+        judge = vbench.find(options.vbench) if "vbench" in options else None
+        vbench.check_dimensions(options.vbench_dimensions)
         check_device(options.device)
         source = provenance.collect(given, options.device)
         host = HOSTS[lookup("model", wanted.model, HOSTS)](options.device)
@@ -97,7 +105,8 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         return Answer("", f"quantwm eval: {error}", BAD_OPTIONS)
     total = count_chunks(wanted, host, begun.cells)
     tell(f"{path}: {len(begun.cells)} of {len(begun.cells) + begun.missing} cells are there")
-    kept = films.Films(options.out / films.VIDEOS, wanted, options.videos, host.frame_rate) if options.videos else None
+    count = len(wanted.scenes) if judge is not None else options.videos
+    kept = films.Films(options.out / films.VIDEOS, wanted, count, host.frame_rate) if count else None
     with _bar(total) as bar:
 
         def progress(title: str) -> None:
@@ -106,9 +115,33 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
 
         found = evaluate(wanted, host, begun, path, progress, kept)
     text = f"{tables.text(found, paired.opponent(found, None))}\n\n{path}"
-    if found.valid:
+    if not found.valid:
+        return Answer(text, "quantwm eval: INVALID, a BF16 control differed from its reference", FAILED)
+    if judge is None:
         return Answer(text)
-    return Answer(text, "quantwm eval: INVALID, a BF16 control differed from its reference", FAILED)
+    try:
+        return Answer(f"{_judged(judge, options, wanted, tell)}\n\n{text}")
+    except QuantWMError as error:  # what was measured stands
+        return Answer(text, f"quantwm eval: {error}", FAILED)
+
+
+def _judged(command: Path, options: argparse.Namespace, wanted: Experiment, tell: Tell) -> str:
+    """VBench's scores of the kept videos, written beside the results, as tables.
+
+    Raises:
+        StateError: A video was not kept, or VBench fails.
+        FormatError: VBench answers in another form than is known.
+    """
+    videos = films.paths(options.out / films.VIDEOS, wanted)
+    lost = [path for path in videos.values() if not path.is_file()]
+    if lost:
+        raise StateError(
+            f"{lost[0]}: was not kept when its cell was measured; run again into another --out with --vbench"
+        )
+    scores = vbench.score(command, videos, options.vbench_dimensions, lambda dimension: tell(f"VBench: {dimension}"))
+    vbench.save(options.out / vbench.FILE, scores)
+    labels = [method.label for method in wanted.methods]
+    return "\n\n".join(tables.grid(scores.table(labels, kind)) for kind in wanted.kinds)
 
 
 def _experiment(options: argparse.Namespace) -> Experiment:
