@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +144,24 @@ def test_the_command_prints_a_table_and_writes_strict_json(tmp_path: Path, capsy
     assert "add --overwrite" in capsys.readouterr().err
     assert cli.main(["compare", str(a), str(a), "--out", str(out), "--overwrite"]) == 0
     assert json.loads(out.read_text())["pairs"][0]["values"]["psnr"] == "Infinity"
+
+
+def test_processes_change_no_figure_and_failures_are_told_from_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index in range(3):
+        save_frames(tmp_path / "ours" / f"{index}", noisy(A[:4], index))
+        save_frames(tmp_path / "theirs" / f"{index}", A[:4])
+    given = ["compare", str(tmp_path / "ours"), str(tmp_path / "theirs")]
+    assert cli.main([*given, "--jobs", "1"]) == 0
+    alone = capsys.readouterr().out
+    before = os.environ.copy()
+    assert cli.main([*given, "--jobs", "2"]) == 0
+    assert capsys.readouterr().out == alone
+    assert os.environ == before
+    (tmp_path / "theirs" / "1" / "frame_2.png").write_bytes(b"no picture")
+    assert cli.main([*given, "--jobs", "2"]) == 1
+    assert "frame_2.png: not a picture" in capsys.readouterr().err
 
 
 def refused(first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
