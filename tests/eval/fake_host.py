@@ -52,14 +52,19 @@ class FakeHost:
     """
 
     unsteady: bool = False
-    name: str = "fake"
+    name: str = "demo"
+    kinds: tuple[str, ...] = ("walk", "look-away")
+    frames: int = 40
     frame_rate: int = 4
-    chunk_frames: int = CHUNK
+    makes_batches: bool = True
     batches: list[int] = field(default_factory=list)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _scheme: Scheme | None = None
     _observers: Sequence[CacheObserver] = ()
     _attached: FakeAttached | None = None
+
+    def frames_of(self, chunks: int) -> int:
+        return chunks * CHUNK
 
     def check(self, scenes: Sequence[int], frames: int, degrees: int) -> None:
         if frames % CHUNK:

@@ -8,7 +8,6 @@ import pytest
 
 from quantwm_core.errors import UnknownNameError
 from quantwm_eval import agreement, cli, experiment_file, markdown, named, paper, provenance, results, tables
-from quantwm_eval.commands import evaluate
 from quantwm_eval.demo_host import DemoHost
 from quantwm_eval.experiment import Experiment
 from quantwm_eval.metric import Measurement
@@ -64,7 +63,7 @@ def test_names_are_listed_and_mistyped_ones_answered(capsys: pytest.CaptureFixtu
 def test_a_name_is_a_command_and_its_settings_can_be_overridden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluate, "HOSTS", {"demo": lambda _device: FakeHost()})
+    monkeypatch.setattr("quantwm_eval.hosts.demo.LOAD", lambda _setup: FakeHost())
     given = ["eval", "paper/table4", "--scenes", "0,1", "--frames", "12", "--chunks-per-seal", "1"]
     assert cli.main([*given, "--out", str(tmp_path)]) == 0
     told = capsys.readouterr().out

@@ -8,7 +8,6 @@ import pytest
 
 from quantwm_core.errors import FormatError, StateError, UnknownNameError
 from quantwm_eval import cli, vbench
-from quantwm_eval.commands import evaluate
 from quantwm_eval.vbench import Scores
 from tests.eval.fake_host import FakeHost
 
@@ -48,7 +47,7 @@ def program(folder: Path, text: str) -> Path:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "HOSTS", {"demo": lambda _device: FakeHost()})
+    monkeypatch.setattr("quantwm_eval.hosts.demo.LOAD", lambda _setup: FakeHost())
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from quantwm_core.errors import ParameterError, StateError
 from quantwm_core.method import Scheme
+from quantwm_eval.attached import AttachedCache
 from quantwm_eval.demo import episodes as room_episodes
 from quantwm_eval.demo.sampler import WorldPipeline, load
-from quantwm_eval.evidence import CacheBytes, Frames, LookAway
-from quantwm_eval.host import CacheUse, Episode
-from quantwm_models.attach import Attachment, attach
+from quantwm_eval.evidence import Frames, LookAway
+from quantwm_eval.host import Episode
+from quantwm_models.attach import attach
 from quantwm_models.observer import CacheObserver
 
 # Held-out seeds, those that the model's gates are measured on: figures here and there can be compared.
@@ -22,21 +22,6 @@ FIRST_SEED = {"walk": 1_000, "look-away": 2_000}
 MOST_SCENES = 1_000
 JUDGED_FRAMES = 4
 NOISE_STRIDE = 1 << 24
-
-
-@dataclass(frozen=True)
-class AttachedCache:
-    """A cache under the demo world."""
-
-    attachment: Attachment
-
-    def use(self) -> CacheUse:
-        """What it cost so far."""
-        report = self.attachment.report()
-        units = sum(chunk.bf16_nbytes for cache in self.attachment.caches for chunk in cache.chunks)
-        active, sealed_part = report.active_nbytes, report.sealed_bf16_nbytes
-        stored = CacheBytes(report.sealed_nbytes, units, active, sealed_part + active, report.state_nbytes)
-        return CacheUse(stored, report.seal_seconds, report.decode_seconds)
 
 
 class DemoHost:
@@ -51,7 +36,10 @@ class DemoHost:
     """
 
     name = "demo"
+    kinds: tuple[str, ...] = ("walk", "look-away")
+    frames = 40
     frame_rate = 8
+    makes_batches = True
 
     def __init__(self, pipeline: WorldPipeline | None = None, device: str = "cpu") -> None:
         if pipeline is None:
@@ -62,6 +50,10 @@ class DemoHost:
         self.pipeline = pipeline
         self.chunk_frames = pipeline.config.chunk_frames
         self.device = pipeline.device
+
+    def frames_of(self, chunks: int) -> int:
+        """Frames that so many chunks make."""
+        return chunks * self.chunk_frames
 
     def check(self, scenes: Sequence[int], frames: int, degrees: int) -> None:
         """Raise where the world cannot do these scenes.

@@ -11,7 +11,7 @@ from quantwm_core.method import Scheme, scheme
 from quantwm_eval import metrics
 
 Option: TypeAlias = int | float | str | bool | None
-KINDS = ("walk", "look-away")
+KINDS = ("walk", "look-away", "prompt")
 CONTROL = "bf16"
 
 
@@ -97,7 +97,8 @@ class Experiment:
     Attributes:
         methods: Methods, the BF16 control first.
         scenes: Numbers of the scenes; each is run as every kind of episode.
-        kinds: ``"walk"``: a random walk of ``frames`` frames; ``"look-away"``: turn from a ball and back.
+        kinds: ``"walk"``: a random walk of ``frames`` frames; ``"look-away"``: turn from a ball and back; ``"prompt"``: a
+            video of a prompt.
         frames: Generated frames of a walk.
         degrees: Angle of the look-away test.
         seeds: Numbers from which noise is drawn.
@@ -112,7 +113,7 @@ class Experiment:
 
     methods: tuple[MethodChoice, ...]
     scenes: tuple[int, ...]
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = KINDS[:2]
     frames: int = 40
     degrees: int = 100
     seeds: tuple[int, ...] = (0,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from quantwm_core.errors import StateError
+from quantwm_core.errors import ParameterError, StateError, lookup
 from quantwm_eval import metrics
 from quantwm_eval.evidence import CacheBytes, Evidence, Frames, Seconds
 from quantwm_eval.experiment import CONTROL, Experiment, MethodChoice
@@ -63,11 +64,15 @@ def count_chunks(experiment: Experiment, host: Host, finished: Sequence[Cell] = 
     Raises:
         QuantWMError: The host cannot do the experiment.
     """
+    for kind in experiment.kinds:
+        lookup(f"kind of episode of host {host.name!r}:", kind, host.kinds)
+    if experiment.batch > 1 and not host.makes_batches:
+        raise ParameterError(f"batch {experiment.batch}: host {host.name!r} makes one video at a time; use batch 1")
     host.check(experiment.scenes, experiment.frames, experiment.degrees)
     known = {cell.key for cell in finished}
     one = experiment.scenes[:1]
     chunks = {
-        kind: len(host.episodes(kind, one, experiment.frames, experiment.degrees)[0].actions) // host.chunk_frames
+        kind: _chunks(host, host.episodes(kind, one, experiment.frames, experiment.degrees)[0])
         for kind in experiment.kinds
     }
     total = 0
@@ -75,6 +80,11 @@ def count_chunks(experiment: Experiment, host: Host, finished: Sequence[Cell] = 
         due = len(_due(experiment, seed, kind, scenes, known))
         total += len(scenes) * chunks[kind] * (due + 1 if due else 0)
     return total
+
+
+def _chunks(host: Host, episode: Episode) -> int:
+    """How many chunks an episode takes."""
+    return next(count for count in itertools.count(1) if host.frames_of(count) >= len(episode.actions))
 
 
 def run(
@@ -137,7 +147,7 @@ def _warm_up(experiment: Experiment, host: Host) -> None:
     for method in experiment.methods:
         scheme = method.scheme(experiment.chunks_per_seal if compiles else 1)
         chunks = 2 * scheme.chunks_per_seal + 1 if compiles else 1
-        short = replace(episode, actions=episode.actions[: chunks * host.chunk_frames])
+        short = replace(episode, actions=episode.actions[: host.frames_of(chunks)])
         with host.attach(scheme, _observers(Recorder(experiment.samples)), method.window):
             host.generate([short], [0], lambda: None)
 
