@@ -35,7 +35,7 @@ def scores(pairs: Sequence[Pair], wanted: Sequence[str], jobs: int) -> Iterator[
         yield from (score(pair, wanted) for pair in pairs)
         return
     context = multiprocessing.get_context("spawn")  # a fork would inherit the threads' locks
-    with _one_thread_for_children(), ProcessPoolExecutor(count, context, initializer=_prepare) as pool:
+    with one_thread_for_children(), ProcessPoolExecutor(count, context, initializer=_prepare) as pool:
         try:
             yield from pool.map(partial(score, wanted=tuple(wanted)), pairs)
         finally:
@@ -43,7 +43,8 @@ def scores(pairs: Sequence[Pair], wanted: Sequence[str], jobs: int) -> Iterator[
 
 
 @contextmanager
-def _one_thread_for_children() -> Iterator[None]:
+def one_thread_for_children() -> Iterator[None]:
+    """Let processes that are started inside load their libraries with one thread each."""
     before = {name: os.environ.get(name) for name in ONE_THREAD}
     os.environ.update(ONE_THREAD)
     try:

@@ -92,6 +92,7 @@ def run(
     host: Host,
     progress: Progress = lambda _title: None,
     finished: Sequence[Cell] = (),
+    warm: bool = False,
 ) -> Iterator[Outcome]:
     """Generate and measure, batch after batch of scenes, the BF16 control of a batch before its other methods.
 
@@ -105,13 +106,14 @@ def run(
         progress: Called after every chunk of every video with what is being made.
         finished: Cells of an earlier run of the same experiment, which are not yielded again. A batch is generated whole
             even where only some of its cells are missing, so that their figures are those of an uninterrupted run.
+        warm: Whether this process has run these methods before, and need not be warmed up.
 
     Raises:
         QuantWMError: The host cannot do it.
         StateError: A reference is another one than finished cells were compared with.
     """
     known = {cell.key: cell for cell in finished}
-    cold = True
+    cold = not warm
     for seed, kind, scenes in experiment.batches():
         due = _due(experiment, seed, kind, scenes, known.keys())
         if not due:

@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from pathlib import Path
 
-from quantwm_eval import hosts, vbench
+from quantwm_eval import hosts, launch, vbench
 from quantwm_eval.commands.arguments import method_list, metric_list, natural, numbers, positive, words
 from quantwm_eval.experiment import KINDS
 
@@ -42,6 +42,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argpar
     one.add_argument("--out", type=Path, default=Path(DEFAULT_OUT), metavar="DIR", help=f"default: {DEFAULT_OUT}")
     one.add_argument("--videos", type=natural, default=0, metavar="N", help="keep the videos of the first N scenes")
     one.add_argument("--device", default="cpu", metavar="D", help="cpu (default) or cuda, as torch calls it")
+    one.add_argument(
+        "--jobs", type=positive, default=1, metavar="N", help="batches of scenes at a time, a process each"
+    )
+    one.add_argument("--launcher", choices=launch.LAUNCHERS, default="local", help="who runs them (default: local)")
     one.add_argument("--threads", type=positive, metavar="N", help="of torch (default: its choice)")
     _add_settings(one.add_argument_group("settings of the experiment"))
     _add_host(one.add_argument_group("another world"))

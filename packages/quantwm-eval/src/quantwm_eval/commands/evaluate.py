@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,29 @@ import torch
 from tqdm import tqdm
 
 from quantwm_core.errors import QuantWMError, StateError
-from quantwm_eval import experiment_file, films, hosts, named, paired, provenance, resume, tables, text_table, vbench
+from quantwm_eval import (
+    experiment_file,
+    films,
+    hosts,
+    launch,
+    named,
+    paired,
+    provenance,
+    resume,
+    tables,
+    text_table,
+    vbench,
+)
 from quantwm_eval.commands import eval_options
 from quantwm_eval.commands.answer import BAD_OPTIONS, FAILED, Answer, Tell
 from quantwm_eval.commands.arguments import check_device
 from quantwm_eval.commands.eval_options import OF_EXPERIMENT, OF_HOST
-from quantwm_eval.evaluate import evaluate
+from quantwm_eval.evaluate import append, evaluate
 from quantwm_eval.experiment import Experiment
 from quantwm_eval.host import Host
 from quantwm_eval.hosts import Setup
 from quantwm_eval.output import RESULTS
+from quantwm_eval.results import Cell, Results
 from quantwm_eval.run import count_chunks
 
 SECONDS_BETWEEN_LOG_LINES = 30
@@ -45,7 +58,8 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         vbench.check_dimensions(options.vbench_dimensions)
         check_device(options.device)
         source = provenance.collect(given, options.device)
-        wanted, host = _prepared(options)
+        setup = Setup(options.device, **{part: getattr(options, part) for part in OF_HOST if part in options})
+        wanted, host = _prepared(options, setup)
         count_chunks(wanted, host)
         if options.out.exists() and not options.out.is_dir():
             raise StateError(f"--out {options.out}: is a file; name a folder")
@@ -53,17 +67,13 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         begun = resume.begin(path, wanted, source)
     except QuantWMError as error:
         return Answer("", f"quantwm eval: {error}", BAD_OPTIONS)
-    total = count_chunks(wanted, host, begun.cells)
     tell(f"{path}: {len(begun.cells)} of {len(begun.cells) + begun.missing} cells are there")
     count = len(wanted.scenes) if judge is not None else options.videos
     kept = films.Films(options.out / films.VIDEOS, wanted, count, host.frame_rate) if count else None
-    with _bar(total) as bar:
-
-        def progress(title: str) -> None:
-            bar.set_postfix_str(title, refresh=False)
-            bar.update()
-
-        found = evaluate(wanted, host, begun, path, progress, kept)
+    if options.jobs > 1 or options.launcher != "local":
+        found = _apart(options, begun, path, launch.tasks(wanted, begun.cells, setup, kept))
+    else:
+        found = _here(wanted, host, begun, path, kept)
     text = f"{tables.text(found, paired.opponent(found, None))}\n\n{path}"
     if not found.valid:
         return Answer(text, "quantwm eval: INVALID, a BF16 control differed from its reference", FAILED)
@@ -75,7 +85,30 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         return Answer(text, f"quantwm eval: {error}", FAILED)
 
 
-def _prepared(options: argparse.Namespace) -> tuple[Experiment, Host]:
+def _here(wanted: Experiment, host: Host, begun: Results, path: Path, kept: films.Films | None) -> Results:
+    """Run in this process."""
+    with _bar(count_chunks(wanted, host, begun.cells), "chunk") as bar:
+
+        def progress(title: str) -> None:
+            bar.set_postfix_str(title, refresh=False)
+            bar.update()
+
+        return evaluate(wanted, host, begun, path, progress, kept)
+
+
+def _apart(options: argparse.Namespace, begun: Results, path: Path, tasks: Sequence[launch.Task]) -> Results:
+    """Run in other processes; this one writes."""
+    with _bar(len(tasks), "batch") as bar:
+
+        def cells() -> Iterator[Cell]:
+            for done in launch.get(options.launcher)(tasks, options.jobs):
+                yield from done
+                bar.update()
+
+        return append(begun, path, cells())
+
+
+def _prepared(options: argparse.Namespace, setup: Setup) -> tuple[Experiment, Host]:
     """The experiment, and the host that it is about.
 
     Raises:
@@ -93,7 +126,6 @@ def _prepared(options: argparse.Namespace) -> tuple[Experiment, Host]:
     typed = {name: getattr(options, name) for name in OF_EXPERIMENT if name in options}
     chosen = chosen | typed
     model = experiment_file.build(chosen).model
-    setup = Setup(options.device, **{part: getattr(options, part) for part in OF_HOST if part in options})
     host = hosts.get(model)(setup)
     return experiment_file.build(_fitted(chosen, host, fixed | typed.keys())), host
 
@@ -123,7 +155,7 @@ def _judged(command: Path, options: argparse.Namespace, wanted: Experiment, tell
     return "\n\n".join(tables.grid(scores.table(labels, kind)) for kind in wanted.kinds)
 
 
-def _bar(total: int) -> Any:
+def _bar(total: int, unit: str) -> Any:
     """A bar with the time left: redrawn on a terminal, a line now and then in a log."""
     pause = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LOG_LINES
-    return tqdm(total=total, unit="chunk", smoothing=0.05, dynamic_ncols=True, mininterval=pause)
+    return tqdm(total=total, unit=unit, smoothing=0.05, dynamic_ncols=True, mininterval=pause)
