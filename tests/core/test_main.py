@@ -60,6 +60,18 @@ def test_there_and_back_as_a_command(tmp_path: Path) -> None:
     assert sum(row["bytes"] for row in rows) == sum(sealed.nbytes for chunks in layers.values() for sealed in chunks)
 
 
+def test_nothing_is_written_over_unless_told_to(dump: Path) -> None:
+    for command in (("compress", dump, "--chunk", 16), ("restore", dump.with_name("run.v1.qwm.safetensors"))):
+        given = [str(word) for word in command]
+        assert main(given) == 0
+        before = {path: path.read_bytes() for path in dump.parent.iterdir()}
+        done = _run(*given)
+        assert done.returncode == 2
+        assert "add --overwrite" in done.stderr
+        assert before == {path: path.read_bytes() for path in dump.parent.iterdir()}
+        assert main([*given, "--overwrite"]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
