@@ -33,7 +33,8 @@ from quantwm_core.packing import packed_size
 from quantwm_kernels.bridge import to_torch
 from quantwm_kernels.chunk import SealedChunk, SealedTensor
 from quantwm_kernels.launch import LAUNCHES, Launch
-from quantwm_kernels.reading import Piece, ReadPlan
+from quantwm_kernels.reading import Piece, ReadPlan, launch_of
+from quantwm_kernels.recipe import Recipe, describe
 
 # Tokens, heads, head dimension of one layer's sealed unit.
 SHAPES = {
@@ -151,6 +152,11 @@ class Copier:
         return COPY_NBYTES / seconds([self], self)
 
 
+def recipe_of(sealed: SealedTensor) -> Recipe:
+    """What a kernel must know of a tensor."""
+    return describe(sealed.method, sealed.parameters, sealed.shape, sealed.arrays).recipe
+
+
 class Subject:
     """A shape and a method with enough copies of input and output that none is found in the L2 cache."""
 
@@ -162,6 +168,7 @@ class Subject:
         count = 1 + 2 * torch.cuda.get_device_properties(device).L2_cache_size // self.nbytes
         self.chunks = [first, *(random_chunk(method, shape, seed, device) for seed in range(1, count))]
         sizes = (1, tokens, heads, channels)
+        self.launch = launch_of(*(recipe_of(each) for each in (first.keys, first.values)))
         self.outputs = [
             tuple(torch.empty(sizes, dtype=torch.bfloat16, device=device).transpose(1, 2) for _ in range(2))
             for _ in range(count)
@@ -265,7 +272,7 @@ def main() -> None:
     for name, method in itertools.product(arguments.shape or SHAPES, methods):
         subject = Subject(method, SHAPES[name], device)
         tried = []
-        for launch in launches(SHAPES[name][2]) if arguments.sweep else (LAUNCHES["read"],):
+        for launch in launches(SHAPES[name][2]) if arguments.sweep else (subject.launch,):
             calls = subject.calls(launch)
             took = seconds(calls, copier)
             share = subject.nbytes / took / bandwidth

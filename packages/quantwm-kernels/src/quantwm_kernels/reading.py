@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _BY_CHANNEL_GROUPS = (Form.AFFINE, Form.SYMMETRIC)
 _TABLES = 1024
+NARROW, FEW_DIRECTIONS = 128, 16
+"""Head dimension and rank up to which a thread can do with few registers."""
 # A graph replays with the tables it captured, and nobody else would keep those.
 _captured: set[Planned] = set()
 
@@ -270,7 +272,6 @@ def batches(
     if not any(part.stop > part.start for part in (*keys, *values)):
         return ()
     check_tables([part.row for part in (*keys, *values)], device)
-    chosen = LAUNCHES["read"] if launch is None else launch
     key_recipes = merged([part.row.recipe for part in keys])
     value_recipes = merged([part.row.recipe for part in values]) or key_recipes
     groups: dict[tuple[Recipe, Recipe], list[int]] = {}
@@ -279,6 +280,7 @@ def batches(
     made = []
     for (key_recipe, value_recipe), members in groups.items():
         chosen_parts = [[parts[number] for number in members] if parts else [] for parts in (keys, values)]
+        chosen = launch_of(key_recipe, value_recipe) if launch is None else launch
         made.append(_batch(key_recipe, value_recipe, chosen_parts[0], chosen_parts[1], device, chosen))
     return tuple(batch for batch in made if batch.programs)
 
@@ -313,6 +315,12 @@ def merged(recipes: Sequence[Recipe]) -> list[Recipe]:
         replace(recipe, rank=rank, sparse=sparse) if may else recipe
         for recipe, may in zip(recipes, clustered, strict=True)
     ]
+
+
+def launch_of(*recipes: Recipe) -> Launch:
+    """How a read of tensors of these recipes is launched: few registers, where those do."""
+    narrow = all(each.channels <= NARROW and each.rank <= FEW_DIRECTIONS and not each.sparse for each in recipes)
+    return LAUNCHES["read" if narrow else "read_wide"]
 
 
 def _batch(
