@@ -11,7 +11,7 @@ import pytest
 from quantwm_core import archive, load, method, methods, save
 from quantwm_core.__main__ import main
 from quantwm_core.archive import Dump
-from quantwm_core.chunk import read_arrays, write_arrays, stored_nbytes
+from quantwm_core.chunk import read_arrays, stored_nbytes, write_arrays
 from tests.core import strategies
 from tests.core.compare import assert_bits
 

@@ -15,8 +15,8 @@ OFFSETS = {2: 0.5, 4: 0.5, 8: 0.0}
 BEST_STEPS = {2: 0.9894, 4: 0.3330, 8: 0.03092}
 """Steps that are best for a normal variable of variance 1, by width."""
 
-FACTORS = tuple(2 ** (exponent / 6) for exponent in range(-4, 9))
-"""Multiples of the best step of a normal variable that are tried: from two thirds, for short tails, to two and a half."""
+FACTORS = tuple(2 ** (exponent / 8) for exponent in range(-9, 11))
+"""Multiples of the best step of a normal variable that are tried: from a half, for no tails at all, to more than two."""
 
 
 def levels(
@@ -53,7 +53,7 @@ def search_steps(
     """Of :data:`FACTORS`, the step of each direction with the smallest squared error; the first of equals.
 
     >>> search_steps(np.float32([[-1.5], [1.5], [0.5], [-0.5]]), np.array([2])).astype(np.float32)
-    array([0.984375], dtype=float32)
+    array([1.015625], dtype=float32)
     """
     spread = np.sqrt(np.square(coefficients).mean(axis=0))
     unit = spread * np.array([BEST_STEPS[int(width)] for width in widths], np.float32)

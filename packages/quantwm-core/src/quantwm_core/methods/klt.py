@@ -44,7 +44,7 @@ class Klt:
     bits: float = 2.0
     tolerance: float = 0.0
     allocation: str = "head"
-    damp: float = 0.3
+    damp: float = 0.5
     lifetime: float = 2.0
     name = "klt"
     recent_tokens = 0
