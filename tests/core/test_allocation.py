@@ -67,7 +67,7 @@ def test_a_tolerance_is_kept_with_the_fewest_rises(energies: np.ndarray, toleran
     (counts,) = allocation.water_fill([energies], 8 * len(energies), tolerance)
     total = float(energies.sum())
     left = allocation.distortion(energies, counts)
-    everything = allocation.distortion(energies, np.uint8([len(energies), 0, 0]))
+    everything = allocation.distortion(energies, np.array([len(energies), 0, 0], np.uint8))
     assert left <= tolerance * total * (1 + 1e-9) or left == pytest.approx(everything)
 
 

@@ -38,7 +38,7 @@ def test_a_rotation_waits_for_queries_and_is_kept_then() -> None:
     assert fitted.arrays["shared_basis"] is not first.arrays["shared_basis"]
     later = oscar.seal("keys", unit, strategies.moment(1, 2, 32), fitted)
     assert later.arrays["shared_basis"] is fitted.arrays["shared_basis"]
-    half = QueryMoment(moment.mean * np.float32([1, 0])[None, :, None, None], 5)
+    half = QueryMoment(moment.mean * np.array([1, 0], np.float32)[None, :, None, None], 5)
     assert oscar.seal("keys", unit, half, first).arrays["shared_fitted"].tolist() == [[1, 0]]
 
 
