@@ -21,7 +21,7 @@ from quantwm_kernels.arrival import Arrival
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import KINDS, SealedChunk, SealedTensor
 from quantwm_kernels.launch import LAUNCHES, Launch, check_available, processors
-from quantwm_kernels.recipe import Field, Form, Recipe, Row
+from quantwm_kernels.recipe import PRODUCTS, Field, Form, Recipe, Row
 
 if TYPE_CHECKING:
     from quantwm_kernels.attention_passes import Pass
@@ -270,7 +270,6 @@ def batches(
     if not any(part.stop > part.start for part in (*keys, *values)):
         return ()
     check_tables([part.row for part in (*keys, *values)], device)
-    chosen = LAUNCHES["read"] if launch is None else launch
     key_recipes = merged([part.row.recipe for part in keys])
     value_recipes = merged([part.row.recipe for part in values]) or key_recipes
     groups: dict[tuple[Recipe, Recipe], list[int]] = {}
@@ -279,7 +278,7 @@ def batches(
     made = []
     for (key_recipe, value_recipe), members in groups.items():
         chosen_parts = [[parts[number] for number in members] if parts else [] for parts in (keys, values)]
-        made.append(_batch(key_recipe, value_recipe, chosen_parts[0], chosen_parts[1], device, chosen))
+        made.append(_batch(key_recipe, value_recipe, chosen_parts[0], chosen_parts[1], device, launch))
     return tuple(batch for batch in made if batch.programs)
 
 
@@ -302,10 +301,15 @@ def check_tables(rows: Iterable[Row], device: torch.device) -> None:
 
 
 def merged(recipes: Sequence[Recipe]) -> list[Recipe]:
-    """Let units without compensation, such as the first, share the recipe of those with it: their row says they have none."""
-    ranks = {recipe.rank for recipe in recipes if recipe.rank}
+    """Let units share a recipe where their rows say the rest.
+
+    Those without compensation, such as the first, share that of those with it; transform codes that of the most directions.
+    """
+    most = max((recipe.rank for recipe in recipes if recipe.form is Form.TRANSFORM), default=0)
+    recipes = [replace(recipe, rank=most) if recipe.form is Form.TRANSFORM else recipe for recipe in recipes]
+    ranks = {recipe.rank for recipe in recipes if recipe.rank and recipe.form not in PRODUCTS}
     if len(ranks) != 1:
-        return list(recipes)
+        return recipes
     (rank,) = ranks
     sparse = any(recipe.sparse for recipe in recipes)
     clustered = (recipe.form in _BY_CHANNEL_GROUPS for recipe in recipes)
@@ -321,9 +325,12 @@ def _batch(
     keys: Sequence[Part],
     values: Sequence[Part],
     device: torch.device,
-    launch: Launch,
+    launch: Launch | None,
 ) -> Batch:
     batch, heads = keys[0].row.streams
+    if launch is None:
+        multiplies = key_recipe.form in PRODUCTS or value_recipe.form in PRODUCTS
+        launch = LAUNCHES["read_product" if multiplies else "read"]
     span = _span([*keys, *values], batch * heads, device, launch)
     counts = [-(-(part.stop - part.start) // span) for part in (*keys, *values)]
     programs: list[int] = []

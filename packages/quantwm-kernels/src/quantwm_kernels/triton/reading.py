@@ -18,13 +18,16 @@ from quantwm_kernels.triton.clustered import FOUR_BITS, centroid_rows
 from quantwm_kernels.triton.compensation import WORDS_PER_PART
 from quantwm_kernels.triton.tile import (
     AFFINE,
+    ROTATED,
     SYMMETRIC,
+    TRANSFORM,
     clustered,
     compensation,
     opened,
     part_steps,
     simple,
 )
+from quantwm_kernels.triton.transform import transformed, transformed_part
 
 TOKENS: tl.constexpr = tl.constexpr(int(Field.TOKENS))
 STOP: tl.constexpr = tl.constexpr(int(Field.STOP))
@@ -86,6 +89,14 @@ def read_tokens(
                     row, stream, tokens, codes, step, zero, table, chosen, product, four, first, local, exists, word,
                     inside, part, CHANNELS, STAGES, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
                 )  # fmt: skip
+                write(place, number, local, exists, stride, part * width, CHANNELS, LANES, ALIGNED, width)
+        elif FORM == TRANSFORM or FORM == ROTATED:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
+            total = transformed(
+                row, stream, tokens, kept, first, local, exists,
+                FORM, CHANNELS, GROUP, RANK, WORDS * LANES, LANES, BLOCK_TOKENS,
+            )  # fmt: skip
+            for part in tl.static_range((CHANNELS + width - 1) // width):
+                number = transformed_part(row, stream, total, part, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS)
                 write(place, number, local, exists, stride, part * width, CHANNELS, LANES, ALIGNED, width)
         else:
             number = simple(
