@@ -22,8 +22,8 @@ from quantwm_core.errors import ShapeError
 
 ROW_MAX = 127
 PARTS = ("shared_basis", "shared_basis_scales", "shared_basis_blocks")
-# A basis of directions that nearly depend on one another is solved as if each were this much, squared, more itself.
-_RIDGE = 1e-9
+RIDGE = 1e-9
+"""Share of their mean square that directions are taken to be more themselves: some nearly depend on one another."""
 
 
 @dataclass(frozen=True)
@@ -128,5 +128,5 @@ def projector(
     """
     weighted = rows @ metric
     gram = weighted @ rows.T
-    ridge = _RIDGE * np.trace(gram) / len(gram) if len(gram) else 0.0
+    ridge = RIDGE * np.trace(gram) / len(gram) if len(gram) else 0.0
     return np.linalg.solve(gram + ridge * np.eye(len(gram)), weighted)

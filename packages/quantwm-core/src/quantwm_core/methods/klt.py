@@ -94,7 +94,7 @@ class Klt:
         if kind == "keys" and moment is not None:
             metrics = moment.mean.astype(np.float64)
         kept = transform.kept_basis(previous, self.name, (batch, heads), channels)
-        allocate = partial(self._allocate, channels)
+        allocate = partial(self.allocate, channels)
         arrays = transform.seal(values, metrics, self.damp, allocate, kept, self.lifetime)
         return SealedTensor(self.name, asdict(self), (batch, heads, tokens, channels), arrays)
 
@@ -110,10 +110,10 @@ class Klt:
         per_token = channels if self.tolerance else allocation.budget(self.bits, channels)
         return batch * heads * cost.transform_most_nbytes(tokens, channels, per_token)
 
-    def _allocate(
+    def allocate(
         self, channels: int, energies: Sequence[Float64[np.ndarray, " _blocks"]]
     ) -> UInt8[np.ndarray, "streams 3"]:
-        """Bytes by head, or together."""
+        """Blocks of 8, 4 and 2 bits for streams of ``channels``, given the energies of their blocks."""
         nbytes = channels if self.tolerance else allocation.budget(self.bits, channels)
         if self.allocation == "layer":
             return allocation.water_fill(energies, nbytes * len(energies), self.tolerance)

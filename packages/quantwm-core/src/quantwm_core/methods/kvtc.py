@@ -68,7 +68,7 @@ class Kvtc:
         """
         batch, heads, tokens, channels = values.shape
         kept = transform.kept_basis(previous, self.name, (batch, heads), channels)
-        allocate = partial(self._allocate, channels)
+        allocate = partial(self.allocate, channels)
         uniform = np.zeros((batch, heads, channels, channels))
         arrays = transform.seal(values, uniform, 0.0, allocate, kept, self.lifetime)
         return SealedTensor(self.name, asdict(self), (batch, heads, tokens, channels), arrays)
@@ -84,9 +84,10 @@ class Kvtc:
         batch, heads, tokens, channels = shape
         return batch * heads * cost.transform_most_nbytes(tokens, channels, allocation.budget(self.bits, channels))
 
-    def _allocate(
+    def allocate(
         self, channels: int, energies: Sequence[Float64[np.ndarray, " _blocks"]]
     ) -> UInt8[np.ndarray, "streams 3"]:
+        """Blocks of 8, 4 and 2 bits for streams of ``channels``, given the energies of their blocks."""
         nbytes = allocation.budget(self.bits, channels)
         return np.stack([allocation.dynamic(each, nbytes) for each in energies])
 

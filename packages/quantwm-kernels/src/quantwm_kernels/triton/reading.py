@@ -27,7 +27,7 @@ from quantwm_kernels.triton.tile import (
     part_steps,
     simple,
 )
-from quantwm_kernels.triton.transform import transformed, transformed_part
+from quantwm_kernels.triton.transform import MOST_KEPT, matrix_rows, transformed, transformed_part
 
 TOKENS: tl.constexpr = tl.constexpr(int(Field.TOKENS))
 STOP: tl.constexpr = tl.constexpr(int(Field.STOP))
@@ -64,6 +64,9 @@ def read_tokens(
         codes, scales, zeros, super_scale, index, table, last_row,
         compensated, kept, flag, dense, bitmap, counts, values, size,
     ) = opened(row, stream, tokens, FORM, CHANNELS, GROUP, STAGES, RANK, SPARSE, WORDS, LANES)  # fmt: skip
+    keeps: tl.constexpr = RANK * WORDS * LANES <= MOST_KEPT
+    if (FORM == TRANSFORM or FORM == ROTATED) and keeps:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
+        kept = matrix_rows(row, stream, 0, FORM, CHANNELS, RANK, WORDS * LANES, LANES)
     local, word_of_part = tl.arange(0, BLOCK_TOKENS), tl.arange(0, WORDS_PER_PART)
     for first in range(begin, stop, BLOCK_TOKENS):
         exists = local < stop - first
@@ -93,7 +96,7 @@ def read_tokens(
         elif FORM == TRANSFORM or FORM == ROTATED:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
             total = transformed(
                 row, stream, tokens, kept, first, local, exists,
-                FORM, CHANNELS, GROUP, RANK, WORDS * LANES, LANES, BLOCK_TOKENS,
+                FORM, CHANNELS, GROUP, RANK, keeps, WORDS * LANES, LANES, BLOCK_TOKENS,
             )  # fmt: skip
             for part in tl.static_range((CHANNELS + width - 1) // width):
                 number = transformed_part(row, stream, total, part, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS)

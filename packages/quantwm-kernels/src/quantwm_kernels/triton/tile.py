@@ -33,7 +33,7 @@ from quantwm_kernels.triton.compensation import (
 )
 from quantwm_kernels.triton.domain import to_bf16
 from quantwm_kernels.triton.minmax import minima_at, minmax
-from quantwm_kernels.triton.transform import kept_matrix, transformed, transformed_part
+from quantwm_kernels.triton.transform import transformed, transformed_part
 
 EXACT: tl.constexpr = tl.constexpr(int(Form.EXACT))
 AFFINE: tl.constexpr = tl.constexpr(int(Form.AFFINE))
@@ -73,9 +73,7 @@ def opened(
     if STAGES:
         index, table, last_row = stage_at(row, stream, tokens, 0, CHANNELS)
     compensated, kept, flag, dense, bitmap, counts, values, size = 0, 0, 0, 0, 0, 0, 0, 0
-    if FORM == TRANSFORM or FORM == ROTATED:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
-        kept = kept_matrix(row, stream, FORM, CHANNELS, RANK, WORDS * LANES, LANES)
-    elif RANK:
+    if RANK and FORM != TRANSFORM and FORM != ROTATED:  # noqa: PLR1714 - Triton compiles no membership test
         flag, place, compensated = place_of(row, stream, SPARSE)
         dense, bitmap, counts, values, size = steps_at(row, place, tokens, RANK, SPARSE)
         kept = kept_directions(row, stream, compensated, CHANNELS, RANK, WORDS * LANES, LANES)
@@ -266,8 +264,8 @@ def reconstructed(
         )  # fmt: skip
     elif FORM == TRANSFORM or FORM == ROTATED:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
         total = transformed(
-            row, stream, tokens, kept, first, local, exists,
-            FORM, CHANNELS, GROUP, RANK, WORDS * LANES, LANES, BLOCK_TOKENS,
+            row, stream, tokens, 0, first, local, exists,
+            FORM, CHANNELS, GROUP, RANK, False, WORDS * LANES, LANES, BLOCK_TOKENS,
         )  # fmt: skip
         number = transformed_parts(
             row, stream, total, 0, WORDS // WORDS_PER_PART, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS

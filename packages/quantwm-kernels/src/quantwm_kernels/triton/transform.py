@@ -39,7 +39,7 @@ TWO: tl.constexpr = tl.constexpr(int(Place.TWO))
 BLOCK: tl.constexpr = tl.constexpr(allocation.BLOCK)
 # Elements of a matrix that is kept for all tiles; a larger one is made again for each, in parts of as many directions.
 MOST_KEPT: tl.constexpr = tl.constexpr(128 * 128)
-PART: tl.constexpr = tl.constexpr(64)
+PART: tl.constexpr = tl.constexpr(32)
 
 
 @triton.jit
@@ -96,18 +96,6 @@ def matrix_rows(
         matrix = transform_rows(row, stream, direction, channel, CHANNELS)
     else:
         matrix = rotation_rows(row, stream, direction, channel, CHANNELS)
-    return matrix
-
-
-@triton.jit
-def kept_matrix(
-    row, stream, FORM: tl.constexpr, CHANNELS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
-    LANES: tl.constexpr,
-):  # fmt: skip
-    """The operand that serves all tiles of a stream, where it is small enough to be kept."""
-    matrix = 0
-    if RANK * WIDE <= MOST_KEPT:
-        matrix = matrix_rows(row, stream, 0, FORM, CHANNELS, RANK, WIDE, LANES)
     return matrix
 
 
@@ -169,17 +157,18 @@ def numbers(
 @triton.jit
 def transformed(
     row, stream, tokens, kept, first, local, exists, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
-    RANK: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    RANK: tl.constexpr, KEEPS: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """FP32 ``[tokens, WIDE]``: numbers times matrix, without the mean."""
+    """FP32 ``[tokens, WIDE]``: numbers times matrix, without the mean; the matrix is ``kept``, or made in parts."""
     total = tl.zeros((BLOCK_TOKENS, WIDE), tl.float32)
-    if RANK * WIDE <= MOST_KEPT:
+    if KEEPS:
         number = numbers(row, stream, tokens, first, local, exists, 0, FORM, CHANNELS, GROUP, RANK)
         total = product(number, kept, total)
     else:
-        for begin in range(0, RANK, PART):
-            number = numbers(row, stream, tokens, first, local, exists, begin, FORM, CHANNELS, GROUP, PART)
-            total = product(number, matrix_rows(row, stream, begin, FORM, CHANNELS, PART, WIDE, LANES), total)
+        COUNT: tl.constexpr = min(RANK, PART)
+        for begin in range(0, RANK, COUNT):
+            number = numbers(row, stream, tokens, first, local, exists, begin, FORM, CHANNELS, GROUP, COUNT)
+            total = product(number, matrix_rows(row, stream, begin, FORM, CHANNELS, COUNT, WIDE, LANES), total)
     return total
 
 
