@@ -11,7 +11,7 @@ import pytest
 from quantwm_core import archive, load, method, methods, save
 from quantwm_core.__main__ import main
 from quantwm_core.archive import Dump
-from quantwm_core.chunk import read_arrays, write_arrays
+from quantwm_core.chunk import read_arrays, stored_nbytes, write_arrays
 from tests.core import strategies
 from tests.core.compare import assert_bits
 
@@ -195,8 +195,12 @@ def test_every_method_there_and_back(name: str, dump: Path, capsys: pytest.Captu
     restored, _ = read_arrays(dump.parent / "back")
     assert_bits("keys", restored["layer.0.keys"], want.keys)
     assert_bits("values", restored["layer.0.values"], want.values)
-    stored = sum(sealed.nbytes for sealed in chunks)
-    assert f"{len(chunks)} chunks, {stored} bytes for {want.keys.nbytes * 2} bytes of BF16" in capsys.readouterr().out
+    stored, shared = stored_nbytes(chunks)
+    of_them = f" ({shared} shared by chunks)" if shared else ""
+    assert (
+        f"{len(chunks)} chunks, {stored + shared} bytes{of_them} for {want.keys.nbytes * 2} bytes of BF16"
+        in capsys.readouterr().out
+    )
 
 
 def test_options_reach_the_scheme(dump: Path) -> None:
@@ -239,7 +243,7 @@ def test_help_names_the_methods(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["compress", "--help"])
     assert end.value.code == 0
-    assert "bf16, kivi, quantwm, qvg, rtn" in " ".join(capsys.readouterr().out.split())
+    assert "bf16, kivi, klt, kvtc, oscar, quantwm, qvg, rtn" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("command", ["compress", "restore"])

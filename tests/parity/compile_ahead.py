@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from quantwm_kernels.launch import LAUNCHES
 from quantwm_kernels.packed_attention import WIDE_CHANNELS
-from quantwm_kernels.recipe import Form, Recipe
+from quantwm_kernels.recipe import PRODUCTS, Form, Recipe
 from quantwm_kernels.triton.reading import constants
 
 # Compute capability, and the shared memory that a program may have there.
@@ -66,8 +66,9 @@ def read(
 ) -> Case:
     """The reading kernel for two recipes."""
     recipes = constants("KEY", keys, lanes) | constants("VALUE", values, lanes)
+    launch = "read" if {keys.form, values.form}.isdisjoint(PRODUCTS) else "read_product"
     return Case(
-        "reading.read_kernel", "read", READ, recipes | {"LANES": lanes, "ALIGNED": int(aligned)}, variant, architectures
+        "reading.read_kernel", launch, READ, recipes | {"LANES": lanes, "ALIGNED": int(aligned)}, variant, architectures
     )
 
 
@@ -141,6 +142,8 @@ def seal(
 
 
 CLUSTERED = Recipe(Form.AFFINE, 128, 64, 1)
+TRANSFORM = Recipe(Form.TRANSFORM, 128, rank=128)
+ROTATED = Recipe(Form.ROTATED, 128, 128, rank=128)
 CASES = (
     Case("packing.pack_kernel", "pack_codes", "codes:*u8 packed:*u8 codes_per_row:i32 bytes_per_row:i32 total:i64"),
     Case("packing.unpack_kernel", "unpack_codes", "packed:*u8 codes:*u8 codes_per_row:i32 bytes_per_row:i32 total:i64"),
@@ -156,6 +159,13 @@ CASES = (
     read("qvg", Recipe(Form.SYMMETRIC, 96, 48, 3), CLUSTERED, lanes=4, aligned=False),
     read("kivi", Recipe(Form.CHANNEL_MINMAX, 128, 32), Recipe(Form.MINMAX, 128, 32)),
     read("rtn", Recipe(Form.CHANNEL_AFFINE, 64, 64), Recipe(Form.AFFINE, 64, 64)),
+    read("klt", TRANSFORM, TRANSFORM, architectures=tuple(SHARED_NBYTES)),
+    read("klt, wide", Recipe(Form.TRANSFORM, 256, rank=256), Recipe(Form.EXACT, 256)),
+    read("klt, few", Recipe(Form.TRANSFORM, 80, rank=32), Recipe(Form.AFFINE, 80, 40, 1), lanes=4, aligned=False),
+    read("oscar", ROTATED, ROTATED),
+    attend("klt", TRANSFORM, TRANSFORM),
+    attend("klt, wide", Recipe(Form.TRANSFORM, 256, rank=128), Recipe(Form.EXACT, 256), architectures=(86,)),
+    attend("oscar", ROTATED, ROTATED, architectures=(90,)),
     attend("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, architectures=tuple(SHARED_NBYTES)),
     attend("quantwm, divided", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, divided=True),
     attend(

@@ -105,9 +105,11 @@ def _inspect(options: argparse.Namespace) -> None:
 def _summary(layers: dict[int, list[chunk.SealedChunk]]) -> str:
     """Totals over a file."""
     every = [sealed for chunks in layers.values() for sealed in chunks]
-    stored, plain = sum(sealed.nbytes for sealed in every), sum(sealed.bf16_nbytes for sealed in every)
+    own, shared = chunk.stored_nbytes(every)
+    stored, plain = own + shared, sum(sealed.bf16_nbytes for sealed in every)
     ratio = f", ratio {plain / stored:.3f}" if stored else ""
-    return f"{len(every)} chunks, {stored} bytes for {plain} bytes of BF16{ratio}"
+    of_them = f" ({shared} shared by chunks)" if shared else ""
+    return f"{len(every)} chunks, {stored} bytes{of_them} for {plain} bytes of BF16{ratio}"
 
 
 def _scheme(options: argparse.Namespace) -> method.Scheme:

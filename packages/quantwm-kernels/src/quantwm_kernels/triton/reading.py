@@ -19,13 +19,16 @@ from quantwm_kernels.triton.compensation import WORDS_PER_PART
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.tile import (
     AFFINE,
+    ROTATED,
     SYMMETRIC,
+    TRANSFORM,
     clustered,
     compensation,
     opened,
     part_steps,
     simple,
 )
+from quantwm_kernels.triton.transform import MOST_KEPT, matrix_rows, transformed, transformed_part
 
 TOKENS: tl.constexpr = tl.constexpr(int(Field.TOKENS))
 STOP: tl.constexpr = tl.constexpr(int(Field.STOP))
@@ -93,6 +96,10 @@ def read_tokens(
         codes, scales, zeros, super_scale, index, table, last_row,
         compensated, kept, flag, dense, bitmap, counts, values, size,
     ) = opened(row, stream, tokens, FORM, CHANNELS, GROUP, STAGES, RANK, SPARSE, WORDS, LANES)  # fmt: skip
+    keeps: tl.constexpr = RANK * WORDS * LANES <= MOST_KEPT
+    width: tl.constexpr = WORDS_PER_PART * LANES
+    if (FORM == TRANSFORM or FORM == ROTATED) and keeps:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
+        kept = matrix_rows(row, stream, 0, FORM, CHANNELS, RANK, WORDS * LANES, LANES)
     local = tl.arange(0, BLOCK_TOKENS)
     ahead = local
     if STAGES:
@@ -114,6 +121,14 @@ def read_tokens(
                 row, stream, tokens, codes, scales, zeros, super_scale, four, four, table, chosen, product, four, first,
                 local, exists, place, stride, 0, FORM, CHANNELS, GROUP, STAGES, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
             )  # fmt: skip
+        elif FORM == TRANSFORM or FORM == ROTATED:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
+            total = transformed(
+                row, stream, tokens, kept, first, local, exists,
+                FORM, CHANNELS, GROUP, RANK, keeps, WORDS * LANES, LANES, BLOCK_TOKENS,
+            )  # fmt: skip
+            for part in tl.static_range((CHANNELS + width - 1) // width):
+                number = transformed_part(row, stream, total, part, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS)
+                write(place, number, local, exists, stride, part * width, CHANNELS, LANES, ALIGNED, width)
         else:
             number = simple(
                 codes, scales, zeros, super_scale, four, first, local, exists, tokens,

@@ -7,13 +7,15 @@ for PSAC, and two more where the groups of a token are no power of two. Beside t
     4 S C D * pieces            sums of a round; pieces = programs that the device runs at once / programs of a piece
     S N (m + 1)                 m candidates of every token, and the nearest of a round
     2 S N r + 2 S r N / tile    FP32 coefficients of the keys, half of the streams, and their peaks
+
+A transform code, and a rotation, are launched when the unit is waited for (:mod:`quantwm_kernels.triton.transform_sealing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -21,17 +23,31 @@ import torch
 from torch import Tensor
 
 from quantwm_core import affine as core_affine
+from quantwm_core import basis
 from quantwm_core import codebook as core_codebook
 from quantwm_core.errors import DeviceError, ParameterError
 from quantwm_core.methods.bf16 import BF16Method
 from quantwm_core.methods.kivi import Kivi
+from quantwm_core.methods.klt import Klt
+from quantwm_core.methods.kvtc import Kvtc
+from quantwm_core.methods.oscar import Oscar
 from quantwm_core.methods.quantwm import WARM_ITERATIONS, QuantWM
 from quantwm_core.methods.qvg import QVG
 from quantwm_core.methods.rtn import RoundToNearest
 from quantwm_kernels.launch import on_device
 from quantwm_kernels.sealing import Asked, Draft, PendingTensors, Status
 from quantwm_kernels.statistics import QueryMoment
-from quantwm_kernels.triton import affine, baselines, codebook, packing, psac, qsac, statistics, symmetric
+from quantwm_kernels.triton import (
+    affine,
+    baselines,
+    codebook,
+    packing,
+    psac,
+    qsac,
+    statistics,
+    symmetric,
+    transform_sealing,
+)
 from quantwm_kernels.triton.affine import Projection, Residual
 from quantwm_kernels.triton.layer import Layer
 
@@ -57,7 +73,8 @@ def seal(jobs: Sequence[Asked], moment: QueryMoment | None = None) -> PendingTen
                 span = (ends[number], ends[number + 1])
                 _check_wide(job, status[Status.MAGNITUDE, slice(*span)])
                 settings = {each.name: getattr(job.method, each.name) for each in fields(cast("Any", job.method))}
-                drafts.append(Draft(job.method.name, settings, job.shape, arrays, job.label, job.values, span))
+                later = _later(job, moment)
+                drafts.append(Draft(job.method.name, settings, job.shape, arrays, job.label, job.values, span, later))
         return PendingTensors(drafts, status)
 
 
@@ -81,11 +98,50 @@ def _group(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) ->
             return _rtn(jobs, layer)
         case Kivi():
             return [_kivi(job) for job in jobs]
+        case Klt() | Kvtc() | Oscar():
+            for number, job in enumerate(jobs):
+                if moment is not None and job.method.uses_queries(job.kind):
+                    own = status[Status.MOMENT].view(len(jobs), -1)[number]
+                    unread = torch.empty(moment.mean.shape[:-1], dtype=torch.float32, device=status.device)
+                    statistics.write_sensitivity(moment.mean.contiguous(), unread.flatten(0, 1), own)
+            return [{} for _ in jobs]
         case BF16Method():
             return [{"exact": job.exact.clone(memory_format=torch.contiguous_format)} for job in jobs]
     raise DeviceError(
         f"{jobs[0].label}: no kernel seals with method {jobs[0].method.name!r}; move the tensors with tensor.cpu()"
     )
+
+
+def _later(job: Asked, moment: QueryMoment | None) -> Callable[[], Arrays] | None:
+    """What seals a tensor whose host must decide how."""
+    mean = moment.mean if moment is not None and job.method.uses_queries(job.kind) else None
+    channels = job.shape[3]
+    kept = _kept(job)
+    match job.method:
+        case Klt(damp=damp, lifetime=lifetime, allocate=allocate):
+            return partial(transform_sealing.seal, job.exact, mean, damp, partial(allocate, channels), kept, lifetime)
+        case Kvtc(lifetime=lifetime, allocate=allocate):
+            return partial(transform_sealing.seal, job.exact, None, 0.0, partial(allocate, channels), kept, lifetime)
+        case Oscar(group_size=size):
+            return partial(baselines.encode_rotated, job.exact, mean, kept, size or channels, own=job.kind == "values")
+    return None
+
+
+def _kept(job: Asked) -> Mapping[str, Tensor] | None:
+    """Arrays of the unit before, if it is of the same method and its basis fits."""
+    previous = job.previous
+    if previous is None or previous.method != job.method.name or basis.PARTS[0] not in previous.arrays:
+        return None
+    rows, _, blocks = (previous.arrays[part] for part in basis.PARTS)
+    batch, heads, _, channels = job.shape
+    if tuple(blocks.shape) != (batch, heads) or rows.shape[1] != channels:
+        return None
+    if rows.device != job.values.device:
+        raise DeviceError(
+            f"{job.label}: the basis of the unit before is on {rows.device}, the tensor on {job.values.device}; "
+            "move one to the other"
+        )
+    return previous.arrays
 
 
 def _check_wide(job: Asked, magnitude: Tensor) -> None:
