@@ -12,7 +12,6 @@ for PSAC, and two more where the groups of a token are no power of two. Beside t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import accumulate
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from quantwm_core import affine as core_affine
 from quantwm_core import codebook as core_codebook
+from quantwm_core import methods
 from quantwm_core.errors import DeviceError, ParameterError
 from quantwm_core.methods.bf16 import BF16Method
 from quantwm_core.methods.kivi import Kivi
@@ -55,7 +55,7 @@ def seal(jobs: Sequence[Asked], moment: QueryMoment | None = None) -> PendingTen
             for number, (job, arrays) in enumerate(zip(group, written, strict=True), begin):
                 span = (ends[number], ends[number + 1])
                 _check_wide(job, status[Status.MAGNITUDE, slice(*span)])
-                settings = asdict(cast("Any", job.method))
+                settings = methods.settings(job.method)
                 drafts.append(Draft(job.method.name, settings, job.shape, arrays, job.label, job.values, span))
         return PendingTensors(drafts, status)
 
