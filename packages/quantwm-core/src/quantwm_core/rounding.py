@@ -86,7 +86,7 @@ def refine(
     channels, groups = values.shape[-1], code.scales.shape[-1]
     size = channels // groups
     step = scales.decode(code.scales, code.super_scale)
-    divisor = np.where(step > 0, step, np.float32(1))
+    divisor = np.where(step > 0, step, np.float32(np.inf))
     zero = affine.unpack_rows(code.zero_points, groups, 0, values.shape[-2]).astype(np.float32)
     wanted = np.moveaxis(values, -1, 0).copy()  # a channel at a time lies together
     codes = np.empty(wanted.shape, np.uint8)

@@ -21,7 +21,7 @@ from quantwm_kernels.arrival import Arrival
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import KINDS, SealedChunk, SealedTensor
 from quantwm_kernels.launch import LAUNCHES, Launch, check_available, processors
-from quantwm_kernels.recipe import Field, Form, Recipe, Row
+from quantwm_kernels.recipe import Field, Form, Recipe, Row, Steps
 
 if TYPE_CHECKING:
     from quantwm_kernels.attention_passes import Pass
@@ -307,10 +307,13 @@ def merged(recipes: Sequence[Recipe]) -> list[Recipe]:
     if len(ranks) != 1:
         return list(recipes)
     (rank,) = ranks
-    sparse = any(recipe.sparse for recipe in recipes)
+    ways = {recipe.steps for recipe in recipes if recipe.rank}
+    if Steps.NIBBLES in ways and len(ways) > 1:  # INT4 and INT8 are read by different instructions
+        return list(recipes)
+    steps = max(ways)
     clustered = (recipe.form in _BY_CHANNEL_GROUPS for recipe in recipes)
     return [
-        replace(recipe, rank=rank, sparse=sparse) if may else recipe
+        replace(recipe, rank=rank, steps=steps) if may else recipe
         for recipe, may in zip(recipes, clustered, strict=True)
     ]
 

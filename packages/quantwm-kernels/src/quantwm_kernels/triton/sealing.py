@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from torch import Tensor
 from quantwm_core import affine as core_affine
 from quantwm_core import codebook as core_codebook
 from quantwm_core import methods
+from quantwm_core.clustered import TABLE_SCALES
 from quantwm_core.errors import DeviceError, ParameterError
+from quantwm_core.integer_table import EXACT_BITS
 from quantwm_core.methods.bf16 import BF16Method
 from quantwm_core.methods.kivi import Kivi
 from quantwm_core.methods.quantwm import WARM_ITERATIONS, QuantWM
@@ -30,9 +32,20 @@ from quantwm_core.methods.rtn import RoundToNearest
 from quantwm_kernels.launch import on_device
 from quantwm_kernels.sealing import Asked, Draft, PendingTensors, Status
 from quantwm_kernels.statistics import QueryMoment
-from quantwm_kernels.triton import affine, baselines, codebook, packing, psac, qsac, statistics, symmetric
+from quantwm_kernels.triton import (
+    affine,
+    baselines,
+    codebook,
+    integer_table,
+    packing,
+    psac,
+    qsac,
+    rounding,
+    statistics,
+    symmetric,
+)
 from quantwm_kernels.triton.affine import Projection, Residual
-from quantwm_kernels.triton.layer import Layer
+from quantwm_kernels.triton.layer import Layer, Pair
 
 Arrays = dict[str, Tensor]
 
@@ -101,6 +114,8 @@ def _warm(job: Asked) -> Tensor | None:
         return None
     batch, heads, tokens, channels = job.shape
     table = previous.arrays.get("centroids")
+    if table is not None and TABLE_SCALES in previous.arrays:
+        table = integer_table.decode(table, previous.arrays[TABLE_SCALES])
     if table is None or tuple(table.shape) != (batch, heads, _rows(method, tokens), channels):
         return None
     if table.device != job.values.device:
@@ -113,7 +128,8 @@ def _warm(job: Asked) -> Tensor | None:
 
 def _rows(method: QuantWM | QVG, tokens: int) -> int:
     """Centroids of a unit."""
-    return min(tokens, method.centroids or core_codebook.default_size(tokens))
+    bits = method.centroid_bits if isinstance(method, QuantWM) else EXACT_BITS
+    return min(tokens, method.centroids or core_codebook.default_size(tokens, bits))
 
 
 def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) -> list[Arrays]:
@@ -130,20 +146,24 @@ def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) 
     warm = [table.flatten(0, 1) for table in map(_warm, jobs) if table is not None]
     rows = _rows(method, tokens)
     frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None, status[Status.MAGNITUDE])
-    codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations)
+    coded = codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations, method.centroid_bits)
     ranks = min(method.candidates, rows) if keys else 1
     index, largest = qsac.choose_layer(frame, codebook.rank(frame, ranks, 1), group, weights, ranks, 1)
-    along = None
+    along, fed_back = None, None
     if known is not None and method.rank:
         basis, energies = statistics.principal_basis(known.mean, method.rank)
         along = Projection.onto(psac.projection_of(basis.flatten(0, 1)), tokens)
-    codes = affine.encode_layer(layer, group, largest, Residual(index, frame.stored), along)
-    arrays = _clustered((batch, heads), codes, index, frame.stored, len(jobs))
+    if known is not None and method.rounding == "feedback":
+        fed_back = rounding.feedback(known.mean, *((None, None) if along is None else (basis, along.matrix)))
+    residual = Residual(index, frame.stored)
+    codes = affine.encode_layer(layer, group, largest, residual, along, method.scale_candidates, fed_back)
+    arrays = _clustered((batch, heads), codes, index, _tables(layer, frame.stored, coded), len(jobs))
     if known is not None and along is not None:
         non_zero = status[Status.NON_ZERO, : layer.per_tensor]
         scales, steps = psac.quantize(
-            along.coefficients, along.peaks, energies.flatten(0, 1), channels, method.threshold, non_zero
-        )
+            along.coefficients, along.peaks, energies.flatten(0, 1), channels, method.threshold, non_zero,
+            method.coefficient_bits,
+        )  # fmt: skip
         scales = scales.view(batch, heads, method.rank)
         arrays[0] |= {"basis": basis, "coefficient_scales": scales, "coefficients": steps}
     return arrays
@@ -170,15 +190,24 @@ def _metric(layer: Layer, method: QuantWM, moment: QueryMoment | None, status: T
     return weights, full
 
 
+def _tables(layer: Layer, stored: Pair, coded: tuple[Tensor, Tensor] | None) -> dict[str, Pair]:
+    """What is kept of the codebooks of both tensors: themselves, or their integers and scales."""
+    if coded is None:
+        return {"centroids": stored}
+    own = layer.per_tensor
+    pairs = [(part[:own].clone(), part[-own:].clone()) for part in coded]  # a tensor keeps nothing of another alive
+    return dict(zip(("centroids", TABLE_SCALES), pairs, strict=True))
+
+
 def _clustered(
     streams: tuple[int, int],
     codes: affine.Codes,
-    index: tuple[Tensor, Tensor],
-    stored: tuple[Tensor, Tensor],
+    index: Pair,
+    tables: Mapping[str, Pair],
     count: int,
 ) -> list[Arrays]:
     """Arrays of each tensor, streams as batch and heads."""
-    return _by_tensor(streams, {**codes._asdict(), "index": index, "centroids": stored}, count)
+    return _by_tensor(streams, {**codes._asdict(), "index": index, **tables}, count)
 
 
 def _by_tensor(streams: tuple[int, int], named: Mapping[str, tuple[Tensor, Tensor]], count: int) -> list[Arrays]:
