@@ -1,7 +1,6 @@
 """Whole tensors sealed on a GPU: what core stores of the same codebook and index, byte by byte, or a typed error."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,18 +108,15 @@ def searched(sealed: CoreTensor, residual: np.ndarray, size: int, candidates: in
     fed = "basis" in sealed.arrays  # codes with feedback do not say what the search saw
     assert fed or (lost[0] <= lost[1] * (1 + 1e-5) + 1e-30)[~same].all()
     assert (~same).mean() <= TOLERANCES["searched"].share
-    return rounding.refine(
-        residual, replace(ours), np.zeros((*residual.shape[:2], *residual.shape[-1:] * 2), np.float32)
-    )
+    return rounding.refine(residual, ours, np.zeros((*residual.shape[:2], *residual.shape[-1:] * 2), np.float32))
 
 
 def check_feedback(sealed: CoreTensor, residual: np.ndarray, code: affine.AffineCode, matrix: np.ndarray) -> None:
     """The matrix is computed otherwise, so a code next to a tie may fall to either side, and those after it follow."""
     want = rounding.refine(residual, code, matrix)
-    codes = [
-        torch.from_numpy(packing.unpack(each, residual.shape[-1])) for each in (sealed.arrays["codes"], want.codes)
-    ]
-    assert_close("codes", *codes, TOLERANCES["feedback"])
+    stored = (sealed.arrays["codes"], want.codes)
+    ours, theirs = (torch.from_numpy(packing.unpack(each, residual.shape[-1])) for each in stored)
+    assert_close("codes", ours, theirs, TOLERANCES["feedback"])
 
 
 def check_compensation(sealed: CoreTensor, reference: CoreTensor, unit: np.ndarray, method: Any) -> None:
