@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantwm_core import methods
-from quantwm_core.method import Method
+from quantwm_core.method import PRESETS, Method
 
+SHARP = {name: value for name, value in PRESETS["sharp"].items() if name != "chunks_per_seal"}
 PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "bf16": [{}],
     "kivi": [{}, {"group_size": 5, "residual_length": 0}],
@@ -25,6 +26,9 @@ PARAMETERS: dict[str, list[dict[str, Any]]] = {
         {"metric": "full", "rank": 3, "centroids": 5, "candidates": 256, "group_size": 16},
         {"metric": "uniform", "iterations": 0},
         {"threshold": 0.5, "warm_start": True},
+        {"rounding": "feedback", "rank": 0, "metric": "uniform"},
+        {"centroid_bits": 8, "scale_candidates": 4, "coefficient_bits": 4, "rank": 5, "warm_start": True},
+        {**SHARP, "group_size": 16},  # fits every head dimension
     ],
     "qvg": [{}, {"quantizer": "affine", "centroids": 7}, {"stages": 3, "group_size": 16, "iterations": 2}],
     "rtn": [{}, {"granularity": "token"}, {"granularity": "channel", "group_size": 7}, {"group_size": 4}],

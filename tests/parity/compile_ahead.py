@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from quantwm_kernels.launch import LAUNCHES
 from quantwm_kernels.packed_attention import WIDE_CHANNELS
-from quantwm_kernels.recipe import PRODUCTS, Form, Recipe
+from quantwm_kernels.recipe import PRODUCTS, Form, Recipe, Steps
 from quantwm_kernels.triton.reading import constants
 
 # Compute capability, and the shared memory that a program may have there.
@@ -133,7 +133,7 @@ def seal(
     blocks = LAUNCHES[launch].blocks
     sizes = {
         "CHANNELS": 128, "BLOCK_D": 128, "BLOCK_C": 256, "GROUP": 64, "GROUPS": 2, "GROUPS_2": 2, "GROUP_2": 64,
-        "PIECES": 64, "RANK": 8, "RANK_2": 16, "BLOCK_K": 32,
+        "PIECES": 64, "RANK": 8, "RANK_2": 16, "BLOCK_K": 32, "CANDIDATES": 1, "FED": 0, "MOST": 127,
     } | constants  # fmt: skip
     known = SEALED | {"scales": scales, "largest": largest}
     types = {each: known.get(each, "i32") for each in names if not each.isupper()}
@@ -144,6 +144,7 @@ def seal(
 CLUSTERED = Recipe(Form.AFFINE, 128, 64, 1)
 TRANSFORM = Recipe(Form.TRANSFORM, 128, rank=128)
 ROTATED = Recipe(Form.ROTATED, 128, 128, rank=128)
+SHARP = Recipe(Form.AFFINE, 128, 32, 1, rank=16, steps=Steps.NIBBLES, centroid_bits=4)
 CASES = (
     Case("packing.pack_kernel", "pack_codes", "codes:*u8 packed:*u8 codes_per_row:i32 bytes_per_row:i32 total:i64"),
     Case("packing.unpack_kernel", "unpack_codes", "packed:*u8 codes:*u8 codes_per_row:i32 bytes_per_row:i32 total:i64"),
@@ -154,8 +155,14 @@ CASES = (
     ),
     Case("scales.decode_kernel", "decode_scales", "stored:*u8 super_scale:*fp32 steps:*fp32 per_stream:i32 total:i64"),
     read("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, architectures=tuple(SHARED_NBYTES)),
-    read("quantwm, sparse", Recipe(Form.AFFINE, 256, 64, 1, rank=16, sparse=True), Recipe(Form.EXACT, 256)),
-    read("quantwm, high rank", Recipe(Form.AFFINE, 80, 40, 1, rank=24, sparse=True), Recipe(Form.AFFINE, 80, 40, 1)),
+    read("quantwm, sparse", Recipe(Form.AFFINE, 256, 64, 1, rank=16, steps=Steps.EITHER), Recipe(Form.EXACT, 256)),
+    read(
+        "quantwm, high rank",
+        Recipe(Form.AFFINE, 80, 40, 1, rank=24, steps=Steps.EITHER),
+        Recipe(Form.AFFINE, 80, 40, 1),
+    ),
+    read("quantwm, sharp", SHARP, replace(SHARP, rank=0, steps=Steps.DENSE)),
+    read("quantwm, odd", replace(SHARP, group=16, rank=5, centroid_bits=8), CLUSTERED, lanes=4, aligned=False),
     read("qvg", Recipe(Form.SYMMETRIC, 96, 48, 3), CLUSTERED, lanes=4, aligned=False),
     read("kivi", Recipe(Form.CHANNEL_MINMAX, 128, 32), Recipe(Form.MINMAX, 128, 32)),
     read("rtn", Recipe(Form.CHANNEL_AFFINE, 64, 64), Recipe(Form.AFFINE, 64, 64)),
@@ -170,10 +177,11 @@ CASES = (
     attend("quantwm, divided", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, divided=True),
     attend(
         "quantwm, wide",
-        Recipe(Form.AFFINE, 256, 64, 1, rank=16, sparse=True),
+        Recipe(Form.AFFINE, 256, 64, 1, rank=16, steps=Steps.EITHER),
         Recipe(Form.AFFINE, 256, 64, 1),
         architectures=tuple(SHARED_NBYTES),
     ),
+    attend("quantwm, sharp", SHARP, replace(SHARP, rank=0, steps=Steps.DENSE)),
     attend("bf16, wide", Recipe(Form.EXACT, 256), Recipe(Form.EXACT, 256), architectures=(86,)),
     attend("qvg", Recipe(Form.SYMMETRIC, 96, 48, 3), CLUSTERED, lanes=4, architectures=(90,)),
     attend("kivi", Recipe(Form.CHANNEL_MINMAX, 80, 32), Recipe(Form.MINMAX, 80, 32), lanes=4, architectures=(86,)),
@@ -227,6 +235,18 @@ CASES = (
         GROUP_2=32,
     ),
     seal("affine.encode_kernel", "encode_groups", variant="wide", CLUSTERED=1, CHANNELS=256, GROUPS_2=4, RANK=16),
+    seal(
+        "affine.encode_kernel",
+        "encode_groups",
+        variant="sharp",
+        CLUSTERED=1,
+        CANDIDATES=3,
+        FED=1,
+        RANK=16,
+        GROUP=32,
+        GROUPS_2=4,
+        GROUP_2=32,
+    ),
     seal("affine.decode_kernel", "decode_groups"),
     seal("symmetric.encode_kernel", "encode_symmetric"),
     seal("psac.projection_kernel", "invert_gram", variant="wide", CHANNELS=256, BLOCK_D=256, RANK=32, RANK_2=32),

@@ -9,7 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantwm_core import affine, allocation, basis, blocks, clustered, codebook, directions, psac, symmetric, transform
+from quantwm_core import (
+    affine,
+    allocation,
+    basis,
+    blocks,
+    clustered,
+    codebook,
+    directions,
+    packing,
+    psac,
+    rounding,
+    symmetric,
+    transform,
+)
 from quantwm_core import methods as core_methods
 from quantwm_core.chunk import KINDS, Kind
 from quantwm_core.chunk import SealedTensor as CoreTensor
@@ -61,7 +74,8 @@ def residual_of(unit: np.ndarray, sealed: CoreTensor) -> np.ndarray:
     left = unit.astype(np.float32)
     for suffix in ("", "_2", "_3"):
         if f"index{suffix}" in sealed.arrays:
-            left = left - clustered.gather(sealed.arrays[f"centroids{suffix}"], sealed.arrays[f"index{suffix}"])
+            table = clustered.table(sealed.arrays) if suffix == "" else sealed.arrays[f"centroids{suffix}"]
+            left = left - clustered.gather(table, sealed.arrays[f"index{suffix}"])
     return left
 
 
@@ -84,11 +98,7 @@ def check(ours: SealedTensor, unit: np.ndarray, method: Method, kind: Kind, mome
         kinds = [(array.dtype, array.shape) for array in (sealed.arrays[name], reference.arrays[name])]
         assert kinds[0] == kinds[1], name
     residual, size = residual_of(unit, sealed), unit.shape[-1] // reference.arrays["scales"].shape[-1]
-    code: Any = affine.encode(residual, size)
-    if "zero_points" not in sealed.arrays:
-        code = symmetric.encode(residual, size)
-    for name, want in vars(code).items():
-        assert_bits(f"{kind} {name}", sealed.arrays[name], want)
+    check_residual(sealed, residual, size, method, moment if kind == "keys" else None)
     if "basis" in sealed.arrays:
         check_compensation(sealed, reference, unit, method)
     assert ours.nbytes == sealed.nbytes
@@ -144,6 +154,42 @@ def check_errors(sealed: CoreTensor, reference: CoreTensor, unit: np.ndarray) ->
     assert ours <= 1.3 * theirs + 2.0**-18
 
 
+def check_residual(sealed: CoreTensor, residual: np.ndarray, size: int, method: Any, moment: CoreMoment | None) -> None:
+    """Codes of the residual that our codebook and index leave."""
+    code: Any = affine.encode(residual, size) if "zero_points" in sealed.arrays else symmetric.encode(residual, size)
+    if method.name == "quantwm":
+        code = searched(sealed, residual, size, method.scale_candidates)
+        if method.rounding == "feedback" and moment is not None:
+            check_feedback(sealed, residual, code, rounding.feedback(moment.mean, sealed.arrays.get("basis")))
+            return
+    for name, want in vars(code).items():
+        assert_bits(name, sealed.arrays[name], want)
+
+
+def searched(sealed: CoreTensor, residual: np.ndarray, size: int, candidates: int) -> affine.AffineCode:
+    """The reference's code; where another share of the range loses as little, the one that was stored."""
+    best = affine.encode(residual, size, candidates)
+    if candidates == 1:
+        return best
+    ours = clustered.affine_code(sealed.arrays)
+    lost = [
+        np.square(residual - affine.decode(each)).reshape(*best.scales.shape, size).sum(-1) for each in (ours, best)
+    ]
+    same = ours.scales.view(np.uint8) == best.scales.view(np.uint8)
+    fed = "basis" in sealed.arrays  # codes with feedback do not say what the search saw
+    assert fed or (lost[0] <= lost[1] * (1 + 1e-5) + 1e-30)[~same].all()
+    assert (~same).mean() <= TOLERANCES["searched"].share
+    return rounding.refine(residual, ours, np.zeros((*residual.shape[:2], *residual.shape[-1:] * 2), np.float32))
+
+
+def check_feedback(sealed: CoreTensor, residual: np.ndarray, code: affine.AffineCode, matrix: np.ndarray) -> None:
+    """The matrix is computed otherwise, so a code next to a tie may fall to either side, and those after it follow."""
+    want = rounding.refine(residual, code, matrix)
+    stored = (sealed.arrays["codes"], want.codes)
+    ours, theirs = (torch.from_numpy(packing.unpack(each, residual.shape[-1])) for each in stored)
+    assert_close("codes", ours, theirs, TOLERANCES["feedback"])
+
+
 def check_compensation(sealed: CoreTensor, reference: CoreTensor, unit: np.ndarray, method: Any) -> None:
     """PSAC of the error that our codes leave, along our basis."""
     bases = [torch.from_numpy(each.arrays["basis"].astype(np.float32)) for each in (sealed, reference)]
@@ -151,14 +197,19 @@ def check_compensation(sealed: CoreTensor, reference: CoreTensor, unit: np.ndarr
     error = unit.astype(np.float32) - clustered.decode(sealed.arrays, 0, unit.shape[2])
     coefficients = psac.project(error, sealed.arrays["basis"])
     scales = sealed.arrays["coefficient_scales"].astype(np.float32)
+    most = psac.COEFFICIENT_MAX[method.coefficient_bits]
     largest = np.abs(coefficients).max(axis=-2)
-    assert (largest <= scales * np.float32(127.001)).all()
-    assert (scales <= largest / 127 * (1 + 2.0**-6)).all()
+    if method.coefficient_bits == 4:
+        largest = np.minimum(largest, 3 * np.sqrt(np.square(coefficients).mean(axis=-2)))
+    assert (largest <= scales * np.float32(most * 1.00001)).all()
+    assert (scales <= largest / most * (1 + 2.0**-6)).all()
     steps = torch.from_numpy(np.round(method.decode(sealed).astype(np.float32) * 0))  # decodes at all
     assert torch.isfinite(steps).all()
     if "layout" not in sealed.arrays and not method.threshold:
-        ratio = np.clip(np.rint(coefficients / np.where(scales > 0, scales, np.inf)[..., None, :]), -127, 127)
-        ours = torch.from_numpy(sealed.arrays["coefficients"].astype(np.float32).reshape(ratio.shape))
+        ratio = np.clip(np.rint(coefficients / np.where(scales > 0, scales, np.inf)[..., None, :]), -most, most)
+        stored = sealed.arrays["coefficients"]
+        whole = packing.unpack_nibbles(stored, ratio.shape[-1]) if method.coefficient_bits == 4 else stored
+        ours = torch.from_numpy(whole.astype(np.float32).reshape(ratio.shape))
         assert_close("steps", ours, torch.from_numpy(ratio), TOLERANCES["coefficients"])
 
 

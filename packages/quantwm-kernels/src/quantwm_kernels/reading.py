@@ -21,7 +21,7 @@ from quantwm_kernels.arrival import Arrival
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import KINDS, SealedChunk, SealedTensor
 from quantwm_kernels.launch import LAUNCHES, Launch, check_available, processors
-from quantwm_kernels.recipe import PRODUCTS, Field, Form, Recipe, Row
+from quantwm_kernels.recipe import PRODUCTS, Field, Form, Recipe, Row, Steps
 
 if TYPE_CHECKING:
     from quantwm_kernels.attention_passes import Pass
@@ -313,10 +313,13 @@ def merged(recipes: Sequence[Recipe]) -> list[Recipe]:
     if len(ranks) != 1:
         return recipes
     (rank,) = ranks
-    sparse = any(recipe.sparse for recipe in recipes)
+    ways = {recipe.steps for recipe in recipes if recipe.rank}
+    if Steps.NIBBLES in ways and len(ways) > 1:  # INT4 and INT8 are read by different instructions
+        return list(recipes)
+    steps = max(ways)
     clustered = (recipe.form in _BY_CHANNEL_GROUPS for recipe in recipes)
     return [
-        replace(recipe, rank=rank, sparse=sparse) if may else recipe
+        replace(recipe, rank=rank, steps=steps) if may else recipe
         for recipe, may in zip(recipes, clustered, strict=True)
     ]
 
@@ -325,7 +328,9 @@ def launch_of(*recipes: Recipe) -> Launch:
     """How a read of tensors of these recipes is launched: with few registers, where those do."""
     if any(each.form in PRODUCTS for each in recipes):
         return LAUNCHES["read_product"]
-    narrow = all(each.channels <= NARROW and each.rank <= FEW_DIRECTIONS and not each.sparse for each in recipes)
+    narrow = all(
+        each.channels <= NARROW and each.rank <= FEW_DIRECTIONS and each.steps is Steps.DENSE for each in recipes
+    )
     return LAUNCHES["read" if narrow else "read_wide"]
 
 

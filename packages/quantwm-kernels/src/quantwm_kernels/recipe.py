@@ -18,7 +18,9 @@ from torch import Tensor
 from quantwm_core import allocation, methods, packing, psac
 from quantwm_core.allocation import BLOCK, token_bytes
 from quantwm_core.chunk import Parameter
+from quantwm_core.clustered import TABLE_SCALES
 from quantwm_core.errors import DeviceError, DtypeError, FormatError, StateError
+from quantwm_core.integer_table import EXACT_BITS
 from quantwm_core.methods.quantwm import PSAC_PARTS
 
 # Shape and number format of arrays by name.
@@ -45,12 +47,21 @@ PRODUCTS = (Form.TRANSFORM, Form.ROTATED)
 """Forms whose tokens are products of numbers and a matrix."""
 
 
+class Steps(IntEnum):
+    """How the steps of PSAC coefficients may be stored: INT8 of all streams dense, of each dense or sparse, or INT4."""
+
+    DENSE = 0
+    EITHER = 1
+    NIBBLES = 2
+
+
 class Field(IntEnum):
     """Words of a row: tokens of the unit and the range to read, then addresses, 0 where the unit has no such array.
 
-    ``SHIFT`` is where token 0 of the unit would lie in the workspace. Each stage of centroids has three more words
-    after ``STAGES``: addresses of index and centroids, and the rows of the latter. There a transform code has the words of
-    :class:`Place` of each stream instead; its arrays take the fields of others that it does not have.
+    ``SHIFT`` is where token 0 of the unit would lie in the workspace. Each stage of centroids has four more words
+    after ``STAGES``: addresses of index and centroids, the rows of the latter, and the address of their scales. There a
+    transform code has the words of :class:`Place` of each stream instead; its arrays take the fields of others that it
+    does not have.
     """
 
     TOKENS = 0
@@ -91,7 +102,7 @@ class Place(IntEnum):
 
 
 WORDS_PER_STREAM = len(Place)
-WORDS_PER_STAGE = 3
+WORDS_PER_STAGE = 4
 FEWEST_DIRECTIONS = 16
 """No matrix unit takes fewer columns of an operand."""
 VECTOR_NBYTES = 16
@@ -117,7 +128,8 @@ class Recipe:
         group: Channels per scale, or tokens where the form says so; 1 where there is no scale.
         stages: Codebooks that are added up.
         rank: Directions of PSAC, or of a transform code's matrix, of these a power of two; 0 without it.
-        sparse: Whether a stream's coefficients may be stored sparse.
+        steps: How coefficients may be stored.
+        centroid_bits: Of an entry of a codebook, 16 (BF16), 8 or 4.
     """
 
     form: Form
@@ -125,7 +137,8 @@ class Recipe:
     group: int = 1
     stages: int = 0
     rank: int = 0
-    sparse: bool = False
+    steps: Steps = Steps.DENSE
+    centroid_bits: int = EXACT_BITS
 
 
 class Row(NamedTuple):
@@ -193,8 +206,9 @@ def describe(
         words[place] = len(arrays[name]) if name in expected else 0
     for stage in range(recipe.stages):
         index, centroids = (arrays[f"{part}{_suffix(stage)}"] for part in ("index", "centroids"))
+        scales = arrays[TABLE_SCALES].data_ptr() if TABLE_SCALES in expected else 0
         begin = Field.STAGES + WORDS_PER_STAGE * stage
-        words[begin : begin + WORDS_PER_STAGE] = index.data_ptr(), centroids.data_ptr(), centroids.shape[2]
+        words[begin : begin + WORDS_PER_STAGE] = index.data_ptr(), centroids.data_ptr(), centroids.shape[2], scales
     devices = {arrays[name].device for name in expected}
     if len(devices) > 1:
         raise DeviceError(f"a unit sealed with {method} is spread over {sorted(map(str, devices))}; move it to one")
@@ -227,7 +241,21 @@ def _recipe(
         raise FormatError(f"a unit sealed with {method} has {groups} groups for {channels} channels")
     stages = sum(name.startswith("centroids") for name in arrays)
     rank = arrays["basis"].shape[-1] if "basis" in arrays else 0
-    return Recipe(form, channels, channels // groups, stages, rank, sparse="layout" in arrays)
+    return Recipe(form, channels, channels // groups, stages, rank, _steps(arrays), _centroid_bits(arrays))
+
+
+def _steps(arrays: Mapping[str, Tensor]) -> Steps:
+    """How the coefficients are stored, if there are any."""
+    if "coefficients" in arrays and arrays["coefficients"].dtype is torch.uint8:
+        return Steps.NIBBLES
+    return Steps.EITHER if "layout" in arrays else Steps.DENSE
+
+
+def _centroid_bits(arrays: Mapping[str, Tensor]) -> int:
+    """Bits of an entry of the codebook."""
+    if TABLE_SCALES not in arrays:
+        return EXACT_BITS
+    return 4 if arrays["centroids"].dtype is torch.uint8 else 8
 
 
 def _expected(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
@@ -262,7 +290,9 @@ def _expected(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[
     for stage in range(recipe.stages):
         count = arrays[f"centroids{_suffix(stage)}"].shape[-2]
         expected[f"index{_suffix(stage)}"] = ((*streams, tokens), torch.uint8)
-        expected[f"centroids{_suffix(stage)}"] = ((*streams, max(count, 1), channels), torch.bfloat16)
+        expected[f"centroids{_suffix(stage)}"] = _expected_table(recipe, (*streams, max(count, 1)))
+    if recipe.stages and recipe.centroid_bits != EXACT_BITS:
+        expected[TABLE_SCALES] = ((*streams, channels), torch.bfloat16)
     return expected | _expected_psac(recipe, shape, arrays)
 
 
@@ -311,17 +341,29 @@ def _padded(directions: int) -> int:
     return max(FEWEST_DIRECTIONS, 1 << (directions - 1).bit_length())
 
 
+def _expected_table(recipe: Recipe, rows: tuple[int, ...]) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and number format of centroids."""
+    match recipe.centroid_bits:
+        case 4:
+            return (*rows, packing.nibble_size(recipe.channels)), torch.uint8
+        case 8:
+            return (*rows, recipe.channels), torch.int8
+    return (*rows, recipe.channels), torch.bfloat16
+
+
 def _expected_psac(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
     batch, heads, tokens, channels = shape
     if not recipe.rank:
         return {}
-    sparse = arrays["bitmap"].shape[0] if recipe.sparse else 0
+    sparse = arrays["bitmap"].shape[0] if recipe.steps is Steps.EITHER else 0
+    nibbles = recipe.steps is Steps.NIBBLES
+    steps = packing.nibble_size(recipe.rank) if nibbles else recipe.rank
     expected: Expected = {
         "basis": ((batch, heads, channels, recipe.rank), torch.bfloat16),
         "coefficient_scales": ((batch, heads, recipe.rank), torch.bfloat16),
-        "coefficients": ((batch * heads - sparse, tokens, recipe.rank), torch.int8),
+        "coefficients": ((batch * heads - sparse, tokens, steps), torch.uint8 if nibbles else torch.int8),
     }
-    if recipe.sparse:
+    if recipe.steps is Steps.EITHER:
         flags = arrays["layout"].shape  # flat, or by batch and head
         expected["layout"] = (tuple(flags) if prod(flags) == batch * heads else (batch, heads), torch.uint8)
         expected["bitmap"] = ((sparse, -(-tokens * recipe.rank // 8)), torch.uint8)

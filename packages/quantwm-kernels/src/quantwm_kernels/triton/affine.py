@@ -20,12 +20,13 @@ from quantwm_core.errors import DtypeError
 from quantwm_kernels.affine import AffineCode, code_shapes, decoded_shape
 from quantwm_kernels.launch import LAUNCHES, ceil_div, on_device
 from quantwm_kernels.triton import packing
-from quantwm_kernels.triton.arithmetic import product, rounded
+from quantwm_kernels.triton.arithmetic import frexp_exponent, magnitude_bits, product, rounded, scaled
 from quantwm_kernels.triton.clustered import COUNTING_SHIFT
 from quantwm_kernels.triton.domain import INTERPRETED, to_bf16
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Layer, Pair, of_pair, padded, rows_of
 from quantwm_kernels.triton.packing import CODE_BITS, CODES_PER_BYTE, code_in
+from quantwm_kernels.triton.rounding import refined
 from quantwm_kernels.triton.scales import step_of, stored_scale, super_scale_of
 
 LEVELS: tl.constexpr = tl.constexpr(core.LEVELS)
@@ -35,6 +36,8 @@ SMALL_STEP: tl.constexpr = tl.constexpr(2.0**-60)
 LIFT: tl.constexpr = tl.constexpr(2.0**64)
 FOUR: tl.constexpr = tl.constexpr(0x40800000)
 LEAST_CHANNELS = 16
+# Shares of a range that are tried differ by as much.
+EIGHTH: tl.constexpr = tl.constexpr(core.FRACTIONS[0] - core.FRACTIONS[1])
 
 
 @triton.jit
@@ -92,6 +95,50 @@ def step_of_range(span):
 
 
 @triton.jit
+def on_grid(residual, low, span, super_scale):
+    """Stored scale, step and zero-point of grids that start at ``low`` and have steps of ``span``, and the codes on them."""
+    bits = stored_scale(span, super_scale)
+    step = step_of(bits, super_scale)
+    divisor = tl.where(step > 0, step, 1.0)
+    zero = tl.clamp(rounded(tl.div_rn(-low, divisor)), 0.0, LEVELS * 1.0)
+    return bits, step, zero, codes_of(residual, divisor, zero)
+
+
+@triton.jit
+def restored_residual(code, step, zero):
+    """FP32 ``(code - z) * s'`` of int32 codes, which a number between 4 and 8 counts without a conversion."""
+    counted = ((code << COUNTING_SHIFT) | FOUR).to(tl.float32, bitcast=True)
+    return (counted - (zero + 4.0)[:, :, None]) * step[:, :, None]
+
+
+@triton.jit
+def squared_error(residual, step, zero, code, shift):
+    """Of each group, scaled by a power of two."""
+    lost = scaled(residual - restored_residual(code, step, zero), shift)
+    return tl.sum(lost * lost, axis=2)
+
+
+@triton.jit
+def searched_grid(residual, super_scale, CANDIDATES: tl.constexpr):
+    """What :func:`on_grid` returns for the share of each group's range that loses least."""
+    low, high = group_range(residual)
+    span = step_of_range(high - low)
+    bits, step, zero, code = on_grid(residual, low, span, super_scale)
+    if CANDIDATES > 1:
+        shift = -frexp_exponent(magnitude_bits(super_scale))[:, :, None]
+        least = squared_error(residual, step, zero, code, shift)
+        for number in tl.static_range(1, CANDIDATES):
+            fraction = 1.0 - number * EIGHTH
+            other_bits, other_step, other_zero, other = on_grid(residual, low * fraction, span * fraction, super_scale)
+            lost = squared_error(residual, other_step, other_zero, other, shift)
+            better = lost < least
+            least = tl.where(better, lost, least)
+            bits, step = tl.where(better, other_bits, bits), tl.where(better, other_step, step)
+            zero, code = tl.where(better, other_zero, zero), tl.where(better[:, :, None], other, code)
+    return bits, step, zero, code
+
+
+@triton.jit
 def packed_rows(codes, ROWS: tl.constexpr, BYTES: tl.constexpr):
     """int32 codes, ``4 * BYTES`` a row, as bytes ``[ROWS, BYTES]`` in int32."""
     quads = tl.reshape(codes, (ROWS, BYTES, CODES_PER_BYTE))
@@ -105,7 +152,7 @@ def store_codes(codes, code, row, cell, group, CHANNELS: tl.constexpr, GROUP: tl
     """Pack and store int32 codes ``[TILE, GROUPS_2, GROUP_2]`` of rows ``[TILE]``."""
     QUADS: tl.constexpr = GROUP_2 // CODES_PER_BYTE
     quad = tl.arange(0, QUADS)[None, None, :]
-    byte = tl.reshape(packed_rows(code.to(tl.int32), TILE * GROUPS_2, QUADS), (TILE, GROUPS_2, QUADS))
+    byte = tl.reshape(packed_rows(code, TILE * GROUPS_2, QUADS), (TILE, GROUPS_2, QUADS))
     place = row[:, None, None] * (CHANNELS // CODES_PER_BYTE) + group[None, :, None] * (GROUP // CODES_PER_BYTE) + quad
     tl.store(codes + place, byte.to(tl.uint8), mask=cell[:, :, None] & (quad < GROUP // CODES_PER_BYTE))
 
@@ -155,25 +202,13 @@ def range_kernel(
     tl.store(largest + stream * tl.num_programs(1) + piece, tl.max(span))
 
 
-@triton.jit
-def group_code(residual, super_scale):
-    """E4M3 byte, step and zero-point of groups along the last of three axes."""
-    low, high = group_range(residual)
-    wide = tl.broadcast_to(super_scale[:, None], low.shape)
-    bits = stored_scale(step_of_range(high - low), wide)
-    step = step_of(bits, wide)
-    divisor = tl.where(step > 0, step, 1.0)
-    zero = tl.clamp(rounded(tl.div_rn(-low, divisor)), 0.0, LEVELS * 1.0)
-    return bits, step, divisor, zero
-
-
-@kernel(do_not_specialize=["tokens", "centroids", "pieces", "zero_bytes", "projected_streams"])
+@kernel(do_not_specialize=["tokens", "centroids", "pieces", "zero_bytes", "fed_streams", "projected_streams"])
 def encode_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, first_index, second_index,
-    first_stored, second_stored, largest, projection, first_codes, second_codes, first_scales, second_scales,
+    first_stored, second_stored, largest, matrix, projection, first_codes, second_codes, first_scales, second_scales,
     first_zeros, second_zeros, first_super, second_super, coefficients, peaks, tokens, centroids, pieces, zero_bytes,
-    projected_streams,
-    CLUSTERED: tl.constexpr, RANK: tl.constexpr, RANK_2: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+    fed_streams, projected_streams,
+    CLUSTERED: tl.constexpr, CANDIDATES: tl.constexpr, FED: tl.constexpr, RANK: tl.constexpr, RANK_2: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
     GROUPS_2: tl.constexpr, GROUP_2: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Codes, scales and zero-points of a block of tokens, and the coefficients of what is lost along a basis."""
@@ -199,8 +234,12 @@ def encode_kernel(
     super_scale = super_scale_of(step_of_range(span))
     super_scales = of_pair(first_super, second_super, stream, per_tensor) + own + tl.arange(0, 1)
     tl.store(super_scales, super_scale, mask=(tl.arange(0, 1) + block) == 0)
-    bits, step, divisor, zero = group_code(residual, super_scale)
-    code = codes_of(residual, divisor, zero)
+    super_scale = tl.broadcast_to(super_scale[:, None], (TILE, GROUPS_2))
+    bits, step, zero, code = searched_grid(residual, super_scale, CANDIDATES)
+    if FED:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
+        if stream < fed_streams:
+            own_matrix = matrix + stream * CHANNELS * CHANNELS
+            code = refined(residual, step, zero, own_matrix, channel, group, known, CHANNELS, GROUP).to(tl.int32)
     row = own * tokens + token
     cell = (token < tokens)[:, None] & (group[None, :] < GROUPS)
     scales = of_pair(first_scales, second_scales, stream, per_tensor)
@@ -214,8 +253,7 @@ def encode_kernel(
         tl.store(zero_points + row[:, None] * GROUPS + group[None, :], zero.to(tl.uint8), mask=cell)
     if RANK > 0:  # noqa: SIM102 - known when compiled
         if stream < projected_streams:
-            counted = ((code << COUNTING_SHIFT) | FOUR).to(tl.float32, bitcast=True)
-            restored = (counted - (zero + 4.0)[:, :, None]) * step[:, :, None]
+            restored = restored_residual(code, step, zero)
             if CLUSTERED:
                 restored = centroid.to(tl.float32) + restored
             lost = tl.reshape(number.to(tl.float32) - restored, (TILE, GROUPS_2 * GROUP_2))
@@ -320,7 +358,13 @@ def as_e4m3(pair: Pair) -> Pair:
 
 
 def encode_layer(
-    layer: Layer, group_size: int, largest: Tensor, residual: Residual | None = None, along: Projection | None = None
+    layer: Layer,
+    group_size: int,
+    largest: Tensor,
+    residual: Residual | None = None,
+    along: Projection | None = None,
+    scale_candidates: int = 1,
+    feedback: Tensor | None = None,
 ) -> Codes:
     """Code all streams.
 
@@ -330,7 +374,10 @@ def encode_layer(
         largest: FP32 ``[S, pieces]``, of whose maximum the super-scale is made.
         residual: Codebooks that are subtracted first.
         along: What to project the error on.
+        scale_candidates: Shares of a group's range that compete for its scale.
+        feedback: FP32 ``[streams, D, D]`` of the first streams, whose codes are chosen with feedback.
     """
+    core.check_scale_candidates(scale_candidates)
     shapes = code_shapes((layer.per_tensor, layer.tokens, layer.channels), group_size)
     groups = group_sizes(layer.channels, group_size)
     aligned = groups[0] * group_size == layer.channels
@@ -343,9 +390,9 @@ def encode_layer(
     parts = (largest, largest, largest) if along is None else (along.matrix, along.coefficients, along.peaks)
     rank = 0 if along is None else along.matrix.shape[-1]
     encode_kernel[layer.streams, ceil_div(layer.tokens, launch.blocks["TILE"])](
-        *layer.source, *index, *stored, largest, parts[0], *codes, *scales, *zero_points, *super_scale, *parts[1:],
-        layer.tokens, stored[0].shape[1], largest.shape[1], shapes[2][1], 0 if along is None else len(along.matrix),
-        residual is not None, rank, padded(rank), layer.channels, group_size, *groups, padded(largest.shape[1], 1),
+        *layer.source, *index, *stored, largest, largest if feedback is None else feedback, parts[0], *codes, *scales, *zero_points, *super_scale, *parts[1:],
+        layer.tokens, stored[0].shape[1], largest.shape[1], shapes[2][1], 0 if feedback is None else len(feedback),
+        0 if along is None else len(along.matrix), residual is not None, scale_candidates, feedback is not None, rank, padded(rank), layer.channels, group_size, *groups, padded(largest.shape[1], 1),
         **launch.options,
     )  # fmt: skip
     if not aligned:  # neighbouring tokens share bytes in no pattern that a tile could keep
@@ -353,12 +400,13 @@ def encode_layer(
     return Codes(codes, as_e4m3(scales), zero_points, super_scale)
 
 
-def encode(values: Tensor, group_size: int) -> AffineCode:
+def encode(values: Tensor, group_size: int, scale_candidates: int = 1) -> AffineCode:
     """Quantize FP32 values to 2 bits; see :func:`quantwm_kernels.affine.encode`.
 
     Args:
         values: FP32, FP16 or BF16 ``[*streams, tokens, channels]`` of any strides, finite.
         group_size: Channels that share a scale.
+        scale_candidates: Shares of a group's range that compete for its scale.
 
     Raises:
         ParameterError, ShapeError, DtypeError: An argument does not fit.
@@ -367,7 +415,8 @@ def encode(values: Tensor, group_size: int) -> AffineCode:
     shapes = code_shapes(values.shape, group_size)
     layer = Layer.of(values)
     with on_device(values, "values"):
-        code = encode_layer(layer, group_size, largest_ranges(layer, group_size))
+        largest = largest_ranges(layer, group_size)
+        code = encode_layer(layer, group_size, largest, scale_candidates=scale_candidates)
     return AffineCode(*(pair[0].view(shape) for pair, shape in zip(code, shapes, strict=True)))
 
 

@@ -70,9 +70,9 @@ def folded(queries, keys, values, exists, scale, peak, total, output):
 def folded_unit(
     table, entry, stream, asked, scale, four, peak, total, output,
     KEY_FORM: tl.constexpr, KEY_CHANNELS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_STAGES: tl.constexpr,
-    KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
+    KEY_TABLE_BITS: tl.constexpr, KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
     VALUE_FORM: tl.constexpr, VALUE_CHANNELS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_STAGES: tl.constexpr,
-    VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
+    VALUE_TABLE_BITS: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
     LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Fold the tokens of an entry of a sealed unit into the online softmax."""
@@ -83,14 +83,15 @@ def folded_unit(
         k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,
         k_compensated, k_kept, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size,
     ) = opened(
-        key_row, stream, tokens, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES
+        key_row, stream, tokens, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_TABLE_BITS, KEY_RANK, KEY_SPARSE,
+        KEY_WORDS, LANES,
     )  # fmt: skip
     (
         v_codes, v_scales, v_zeros, v_super, v_index, v_table, v_last,
         v_compensated, v_kept, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size,
     ) = opened(
-        value_row, stream, tokens, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_RANK, VALUE_SPARSE,
-        VALUE_WORDS, LANES,
+        value_row, stream, tokens, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_TABLE_BITS,
+        VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES,
     )  # fmt: skip
     for first in range(tl.load(table + entry + 2), stop, BLOCK_TOKENS):
         # A lane without a token repeats the last one, so that all it computes is finite.
@@ -103,13 +104,13 @@ def folded_unit(
             keys = reconstructed(
                 key_row, stream, tokens, k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,
                 k_compensated, k_kept, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size, four, first, inside,
-                KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED,
+                KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_TABLE_BITS, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED,
                 BLOCK_TOKENS,
             )  # fmt: skip
             values = reconstructed(
                 value_row, stream, tokens, v_codes, v_scales, v_zeros, v_super, v_index, v_table, v_last,
                 v_compensated, v_kept, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size, four, first, inside,
-                VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES,
+                VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_TABLE_BITS, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES,
                 ALIGNED, BLOCK_TOKENS,
             )  # fmt: skip
         peak, total, output = folded(asked, keys, values, local < stop - first, scale, peak, total, output)
@@ -165,9 +166,9 @@ def attend_kernel(
     table, queries, out, log_sum, peaks, totals, slot, heads, rows, group_rows, scale, four,
     query_batch, query_head, query_token, out_batch, out_head, out_token,
     KEY_FORM: tl.constexpr, KEY_CHANNELS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_STAGES: tl.constexpr,
-    KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
+    KEY_TABLE_BITS: tl.constexpr, KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
     VALUE_FORM: tl.constexpr, VALUE_CHANNELS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_STAGES: tl.constexpr,
-    VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
+    VALUE_TABLE_BITS: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
     LANES: tl.constexpr, ALIGNED: tl.constexpr, PLAIN_ALIGNED: tl.constexpr, DIVIDED: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -187,8 +188,8 @@ def attend_kernel(
     for entry in range(tl.load(lead + SEALED_BEGIN), tl.load(lead + SEALED_END), ENTRY_WORDS):
         peak, total, output = folded_unit(
             table, entry, stream, asked, scale, four, peak, total, output, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES,
-            KEY_RANK, KEY_SPARSE, KEY_WORDS, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_RANK,
-            VALUE_SPARSE, VALUE_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            KEY_TABLE_BITS, KEY_RANK, KEY_SPARSE, KEY_WORDS, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES,
+            VALUE_TABLE_BITS, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
     for entry in range(tl.load(lead + EXACT_BEGIN), tl.load(lead + EXACT_END), ENTRY_WORDS):
         peak, total, output = folded_plain(

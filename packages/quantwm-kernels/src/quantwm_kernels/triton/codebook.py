@@ -16,8 +16,10 @@ from torch import Tensor
 
 from quantwm_core import codebook as core
 from quantwm_core.errors import DtypeError, ParameterError, ShapeError
+from quantwm_core.integer_table import EXACT_BITS
 from quantwm_kernels.codebook import Metric, index_shape, table_shape
 from quantwm_kernels.launch import LAUNCHES, Launch, ceil_div, on_device, shared_memory
+from quantwm_kernels.triton import integer_table
 from quantwm_kernels.triton.assignment import assign_kernel, nearest_kernel, sum_kernel
 from quantwm_kernels.triton.frame import DIAGONAL, FULL, UNIFORM, frame_kernel, magnitude_kernel, table_kernel
 from quantwm_kernels.triton.layer import Layer, Pair, padded
@@ -109,13 +111,25 @@ def begin(
     return frame
 
 
-def refine(frame: Frame, iterations: int) -> None:
-    """Rounds of k-means; ends with the stored codebook, prepared for :func:`rank`."""
-    prepare(frame, None, final=iterations == 0)
+def refine(frame: Frame, iterations: int, bits: int = EXACT_BITS) -> tuple[Tensor, Tensor] | None:
+    """Rounds of k-means; ends with the codebook as it will be decoded, prepared for :func:`rank`.
+
+    Returns:
+        Integer codes and scales of all streams where an entry has fewer than 16 ``bits``; see
+        :func:`quantwm_kernels.triton.integer_table.encode`.
+    """
+    exact = bits == EXACT_BITS
+    prepare(frame, None, final=exact and iterations == 0)
     index = frame.layer.empty(frame.layer.tokens, dtype=torch.uint8)
     for iteration in range(iterations):
         assign(frame, index)
-        prepare(frame, add_members(frame, index), final=iteration == iterations - 1)
+        prepare(frame, add_members(frame, index), final=exact and iteration == iterations - 1)
+    if exact:
+        return None
+    codes, scales = integer_table.encode(frame.table, bits)
+    frame.table.copy_(integer_table.decode(codes, scales))
+    prepare(frame, None, final=True)
+    return codes, scales
 
 
 def assign(frame: Frame, index: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""2-bit codes <-> bytes on a GPU. The layout is drawn in :mod:`quantwm_core.packing`."""
+"""2-bit codes and 4-bit integers <-> bytes on a GPU. The layout is drawn in :mod:`quantwm_core.packing`."""
 
 from __future__ import annotations
 
@@ -98,6 +98,22 @@ def unpack(packed: Tensor, codes: int) -> Tensor:
     with on_device(packed, "packed codes"):
         _launch(unpack_kernel, "unpack_codes", packed.contiguous(), unpacked, codes, size)
     return unpacked
+
+
+def pack_nibbles(numbers: Tensor) -> Tensor:
+    """Pack signed 4-bit integers, int8 ``[..., n]``, along the last axis; in torch operations, as so few need it.
+
+    Returns:
+        uint8 ``[..., ceil(n / 2)]``; an odd last byte is padded with 0.
+    """
+    filled = torch.nn.functional.pad(numbers, (0, numbers.shape[-1] % core.NIBBLES_PER_BYTE)).view(torch.uint8) & 15
+    return filled[..., 0::2] | filled[..., 1::2] << 4
+
+
+def unpack_nibbles(packed: Tensor, numbers: int) -> Tensor:
+    """Inverse of :func:`pack_nibbles`: int8 ``[..., numbers]``."""
+    wide = torch.stack([packed << 4, packed], dim=-1).view(torch.int8) >> 4
+    return wide.flatten(-2)[..., :numbers]
 
 
 def _launch(kernel: triton.JITFunction, name: str, source: Tensor, target: Tensor, codes: int, size: int) -> None:

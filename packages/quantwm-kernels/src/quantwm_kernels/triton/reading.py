@@ -85,7 +85,7 @@ def read_parts(
 @triton.jit
 def read_tokens(
     row, begin, span, stream, out, stride, four, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr,
+    STAGES: tl.constexpr, TABLE_BITS: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr,
     LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Reconstruct ``span`` tokens from ``begin`` of one unit and stream, ``BLOCK_TOKENS`` at a time."""
@@ -95,7 +95,7 @@ def read_tokens(
     (
         codes, scales, zeros, super_scale, index, table, last_row,
         compensated, kept, flag, dense, bitmap, counts, values, size,
-    ) = opened(row, stream, tokens, FORM, CHANNELS, GROUP, STAGES, RANK, SPARSE, WORDS, LANES)  # fmt: skip
+    ) = opened(row, stream, tokens, FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, SPARSE, WORDS, LANES)  # fmt: skip
     keeps: tl.constexpr = RANK * WORDS * LANES <= MOST_KEPT
     width: tl.constexpr = WORDS_PER_PART * LANES
     if (FORM == TRANSFORM or FORM == ROTATED) and keeps:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
@@ -145,9 +145,9 @@ def read_kernel(
     table, keys, values, key_programs, span, heads, four,
     key_batch, key_head, key_token, value_batch, value_head, value_token,
     KEY_FORM: tl.constexpr, KEY_CHANNELS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_STAGES: tl.constexpr,
-    KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
+    KEY_TABLE_BITS: tl.constexpr, KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
     VALUE_FORM: tl.constexpr, VALUE_CHANNELS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_STAGES: tl.constexpr,
-    VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
+    VALUE_TABLE_BITS: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
     LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Programs along the first axis take units, those of the keys first; along the second, streams."""
@@ -161,13 +161,13 @@ def read_kernel(
         out = keys + (batch * key_batch + head * key_head)
         read_tokens(
             row, begin, span, stream, out, key_token, four, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES,
-            KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            KEY_TABLE_BITS, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
     else:
         out = values + (batch * value_batch + head * value_head)
         read_tokens(
             row, begin, span, stream, out, value_token, four, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES,
-            VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            VALUE_TABLE_BITS, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
 
 
@@ -214,6 +214,7 @@ def constants(kind: str, recipe: Recipe, lanes: int) -> dict[str, int]:
         f"{kind}_GROUP": recipe.group,
         f"{kind}_STAGES": recipe.stages,
         f"{kind}_RANK": recipe.rank,
-        f"{kind}_SPARSE": int(recipe.sparse),
+        f"{kind}_SPARSE": int(recipe.steps),
+        f"{kind}_TABLE_BITS": recipe.centroid_bits,
         f"{kind}_WORDS": next_power_of_two(max(-(-recipe.channels // lanes), FEWEST_WORDS)),
     }

@@ -14,18 +14,19 @@ A transform code, and a rotation, are launched when the unit is waited for (:mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from quantwm_core import affine as core_affine
-from quantwm_core import basis
+from quantwm_core import basis, methods
 from quantwm_core import codebook as core_codebook
+from quantwm_core.clustered import TABLE_SCALES
 from quantwm_core.errors import DeviceError, ParameterError
+from quantwm_core.integer_table import EXACT_BITS
 from quantwm_core.methods.bf16 import BF16Method
 from quantwm_core.methods.kivi import Kivi
 from quantwm_core.methods.klt import Klt
@@ -41,15 +42,17 @@ from quantwm_kernels.triton import (
     affine,
     baselines,
     codebook,
+    integer_table,
     packing,
     psac,
     qsac,
+    rounding,
     statistics,
     symmetric,
     transform_sealing,
 )
 from quantwm_kernels.triton.affine import Projection, Residual
-from quantwm_kernels.triton.layer import Layer
+from quantwm_kernels.triton.layer import Layer, Pair
 
 Arrays = dict[str, Tensor]
 
@@ -72,8 +75,7 @@ def seal(jobs: Sequence[Asked], moment: QueryMoment | None = None) -> PendingTen
             for number, (job, arrays) in enumerate(zip(group, written, strict=True), begin):
                 span = (ends[number], ends[number + 1])
                 _check_wide(job, status[Status.MAGNITUDE, slice(*span)])
-                settings = {each.name: getattr(job.method, each.name) for each in fields(cast("Any", job.method))}
-                later = _later(job, moment)
+                settings, later = methods.settings(job.method), _later(job, moment)
                 drafts.append(Draft(job.method.name, settings, job.shape, arrays, job.label, job.values, span, later))
         return PendingTensors(drafts, status)
 
@@ -158,6 +160,8 @@ def _warm(job: Asked) -> Tensor | None:
         return None
     batch, heads, tokens, channels = job.shape
     table = previous.arrays.get("centroids")
+    if table is not None and TABLE_SCALES in previous.arrays:
+        table = integer_table.decode(table, previous.arrays[TABLE_SCALES])
     if table is None or tuple(table.shape) != (batch, heads, _rows(method, tokens), channels):
         return None
     if table.device != job.values.device:
@@ -170,7 +174,8 @@ def _warm(job: Asked) -> Tensor | None:
 
 def _rows(method: QuantWM | QVG, tokens: int) -> int:
     """Centroids of a unit."""
-    return min(tokens, method.centroids or core_codebook.default_size(tokens))
+    bits = method.centroid_bits if isinstance(method, QuantWM) else EXACT_BITS
+    return min(tokens, method.centroids or core_codebook.default_size(tokens, bits))
 
 
 def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) -> list[Arrays]:
@@ -188,16 +193,23 @@ def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) 
     warm = [table.flatten(0, 1) for table in map(_warm, jobs) if table is not None]
     rows = _rows(method, tokens)
     frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None, status[Status.MAGNITUDE])
-    codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations)
+    coded = codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations, method.centroid_bits)
     ranks = min(method.candidates, rows) if keys else 1
     index, largest = qsac.choose_layer(frame, codebook.rank(frame, ranks, 1), group, weights, ranks, 1)
     along = None if directions is None else Projection.onto(directions.matrix(), tokens)
-    codes = affine.encode_layer(layer, group, largest, Residual(index, frame.stored), along)
-    arrays = _clustered((batch, heads), codes, index, frame.stored, len(jobs))
+    fed_back = None
+    if known is not None and method.rounding == "feedback":
+        found = (None, None) if directions is None or along is None else (directions.basis, along.matrix)
+        fed_back = rounding.feedback(known.mean, *found)
+    residual = Residual(index, frame.stored)
+    codes = affine.encode_layer(layer, group, largest, residual, along, method.scale_candidates, fed_back)
+    arrays = _clustered((batch, heads), codes, index, _tables(layer, frame.stored, coded), len(jobs))
     if directions is not None and along is not None:
         non_zero = status[Status.NON_ZERO, : layer.per_tensor]
-        energies = directions.energies.flatten(0, 1)
-        scales, steps = psac.quantize(along.coefficients, along.peaks, energies, channels, method.threshold, non_zero)
+        scales, steps = psac.quantize(
+            along.coefficients, along.peaks, directions.energies.flatten(0, 1), channels, method.threshold, non_zero,
+            method.coefficient_bits,
+        )  # fmt: skip
         scales = scales.view(batch, heads, method.rank)
         arrays[0] |= {"basis": directions.basis, "coefficient_scales": scales, "coefficients": steps}
     return arrays
@@ -257,15 +269,24 @@ def _metric(layer: Layer, method: QuantWM, moment: QueryMoment | None, status: T
     return weights, full
 
 
+def _tables(layer: Layer, stored: Pair, coded: tuple[Tensor, Tensor] | None) -> dict[str, Pair]:
+    """What is kept of the codebooks of both tensors: themselves, or their integers and scales."""
+    if coded is None:
+        return {"centroids": stored}
+    own = layer.per_tensor
+    pairs = [(part[:own].clone(), part[-own:].clone()) for part in coded]  # a tensor keeps nothing of another alive
+    return dict(zip(("centroids", TABLE_SCALES), pairs, strict=True))
+
+
 def _clustered(
     streams: tuple[int, int],
     codes: affine.Codes,
-    index: tuple[Tensor, Tensor],
-    stored: tuple[Tensor, Tensor],
+    index: Pair,
+    tables: Mapping[str, Pair],
     count: int,
 ) -> list[Arrays]:
     """Arrays of each tensor, streams as batch and heads."""
-    return _by_tensor(streams, {**codes._asdict(), "index": index, "centroids": stored}, count)
+    return _by_tensor(streams, {**codes._asdict(), "index": index, **tables}, count)
 
 
 def _by_tensor(streams: tuple[int, int], named: Mapping[str, tuple[Tensor, Tensor]], count: int) -> list[Arrays]:

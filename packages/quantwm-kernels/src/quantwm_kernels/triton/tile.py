@@ -12,6 +12,7 @@ import triton.language as tl
 from quantwm_kernels.recipe import Form
 from quantwm_kernels.triton.clustered import (
     CODES,
+    EXACT_BITS,
     bytes_at,
     centroid,
     centroid_rows,
@@ -20,6 +21,7 @@ from quantwm_kernels.triton.clustered import (
     four_plus_codes,
     group_steps,
     halves_at,
+    integer_centroid,
     scales_at,
     stage_at,
 )
@@ -47,7 +49,7 @@ ROTATED: tl.constexpr = tl.constexpr(int(Form.ROTATED))
 @triton.jit
 def opened(
     row, stream, tokens, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-    RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
+    TABLE_BITS: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """All that is the same for every tile of a stream; what a form lacks is 0, or something else's pointer.
 
@@ -71,7 +73,7 @@ def opened(
             scales, zeros = minima_at(row, stream, tokens, CHANNELS, GROUP, FORM == CHANNEL_MINMAX)
     index, table, last_row = codes, codes, 0
     if STAGES:
-        index, table, last_row = stage_at(row, stream, tokens, 0, CHANNELS)
+        index, table, last_row = stage_at(row, stream, tokens, 0, CHANNELS, TABLE_BITS)
     compensated, kept, flag, dense, bitmap, counts, values, size = 0, 0, 0, 0, 0, 0, 0, 0
     if RANK and FORM != TRANSFORM and FORM != ROTATED:  # noqa: PLR1714 - Triton compiles no membership test
         flag, place, compensated = place_of(row, stream, SPARSE)
@@ -140,8 +142,8 @@ def compensation(
 @triton.jit
 def clustered(
     row, stream, tokens, codes, step, zero, table, chosen, product, four, first, local, exists, word, inside,
-    PART: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr, RANK: tl.constexpr, WORDS: tl.constexpr,
-    LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    PART: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr, TABLE_BITS: tl.constexpr, RANK: tl.constexpr,
+    WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """BF16 ``[tokens, 4 * LANES]`` of a part: residual, centroids and compensation, summed in the reference's order.
 
@@ -150,11 +152,15 @@ def clustered(
     width: tl.constexpr = WORDS_PER_PART * LANES
     total = (four_plus_codes(codes, four, first, local, word, inside, CHANNELS, LANES) - zero) * step
     for later in tl.static_range(STAGES - 1):
-        i, t, n = stage_at(row, stream, tokens, STAGES - 1 - later, CHANNELS)
+        i, t, n = stage_at(row, stream, tokens, STAGES - 1 - later, CHANNELS, TABLE_BITS)
         rows = centroid_rows(i, n, first, local, exists)
         total += centroid(t, rows, exists, PART * width, CHANNELS, LANES, ALIGNED, BLOCK_TOKENS, WORDS_PER_PART)
-    if STAGES:
+    if STAGES and TABLE_BITS == EXACT_BITS:
         total += centroid(table, chosen, exists, PART * width, CHANNELS, LANES, ALIGNED, BLOCK_TOKENS, WORDS_PER_PART)
+    elif STAGES:
+        total += integer_centroid(
+            row, stream, table, chosen, exists, PART * width, TABLE_BITS, CHANNELS, LANES, BLOCK_TOKENS, WORDS_PER_PART
+        )
     if RANK:
         total += part_of(product, PART, WORDS // WORDS_PER_PART, LANES, BLOCK_TOKENS)
     return tl.reshape(to_bf16(total), (BLOCK_TOKENS, width))
@@ -189,7 +195,7 @@ def beside(left, right, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
 def parts(
     row, stream, tokens, codes, scales, zeros, super_scale, table, chosen, product, four, first, local, exists,
     PART: tl.constexpr, COUNT: tl.constexpr, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, RANK: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr,
+    STAGES: tl.constexpr, TABLE_BITS: tl.constexpr, RANK: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """BF16 ``[tokens, COUNT * 4 * LANES]`` of ``COUNT`` parts, a power of two, from part ``PART``."""
@@ -197,11 +203,11 @@ def parts(
     if COUNT > 1:
         left = parts(
             row, stream, tokens, codes, scales, zeros, super_scale, table, chosen, product, four, first, local, exists,
-            PART, COUNT // 2, FORM, CHANNELS, GROUP, STAGES, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            PART, COUNT // 2, FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
         right = parts(
             row, stream, tokens, codes, scales, zeros, super_scale, table, chosen, product, four, first, local, exists,
-            PART + COUNT // 2, COUNT // 2, FORM, CHANNELS, GROUP, STAGES, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            PART + COUNT // 2, COUNT // 2, FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
         number = beside(left, right, BLOCK_TOKENS, width * (COUNT // 2))
     elif width * PART < CHANNELS:
@@ -213,7 +219,7 @@ def parts(
         )  # fmt: skip
         number = clustered(
             row, stream, tokens, codes, step, zero, table, chosen, product, four, first, local, exists, word, inside,
-            PART, CHANNELS, STAGES, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            PART, CHANNELS, STAGES, TABLE_BITS, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
     else:
         number = tl.zeros((BLOCK_TOKENS, width), tl.bfloat16)
@@ -241,8 +247,8 @@ def transformed_parts(
 def reconstructed(
     row, stream, tokens, codes, scales, zeros, super_scale, index, table, last_row,
     compensated, kept, flag, dense, bitmap, counts, values, size, four, first, local,
-    FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, RANK: tl.constexpr,
-    SPARSE: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, TABLE_BITS: tl.constexpr,
+    RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """BF16 ``[tokens, WIDE]`` of a tile that exists as a whole, zero beyond the channels: what a read would write.
 
@@ -260,7 +266,7 @@ def reconstructed(
             )  # fmt: skip
         number = parts(
             row, stream, tokens, codes, scales, zeros, super_scale, table, chosen, product, four, first, local, exists,
-            0, WORDS // WORDS_PER_PART, FORM, CHANNELS, GROUP, STAGES, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            0, WORDS // WORDS_PER_PART, FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
     elif FORM == TRANSFORM or FORM == ROTATED:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
         total = transformed(
