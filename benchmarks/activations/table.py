@@ -30,11 +30,13 @@ def markdown(path: Path) -> str:
     for line in path.read_text().splitlines():
         row = json.loads(line)
         by_method[row["method"]].append(row)
-    heads = ["method", "key bits", "value bits", "state bits", *(title for title, _, _ in COLUMNS.values())]
+    heads = ["method", "key bits", "value bits", "shared", "state", *(title for title, _, _ in COLUMNS.values())]
     lines = [" | ".join(heads), " | ".join("---" for _ in heads)]
     for method, rows in by_method.items():
         cells = [f"`{method}`"]
-        cells += [f"{estimates(rows, name).mean:.2f}" for name in ("key_bits", "value_bits", "state_bits")]
+        cells += [
+            f"{estimates(rows, name).mean:.2f}" for name in ("key_bits", "value_bits", "shared_bits", "state_bits")
+        ]
         for name, (_, factor, digits) in COLUMNS.items():
             found = estimates(rows, name)
             mean, low, high = (f"{factor * value:.{digits}f}" for value in (found.mean, found.low, found.high))

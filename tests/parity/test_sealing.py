@@ -87,16 +87,20 @@ def check_residual(sealed: CoreTensor, residual: np.ndarray, size: int, method: 
     """Codes of the residual that our codebook and index leave."""
     code: Any = affine.encode(residual, size) if "zero_points" in sealed.arrays else symmetric.encode(residual, size)
     if method.name == "quantwm":
-        code = searched(sealed, residual, size, method.scale_candidates)
-        if method.rounding == "feedback" and moment is not None:
+        fed = method.rounding == "feedback" and moment is not None
+        code = searched(sealed, residual, size, method.scale_candidates, fed=fed)
+        if fed and moment is not None:
             check_feedback(sealed, residual, code, rounding.feedback(moment.mean, sealed.arrays.get("basis")))
             return
     for name, want in vars(code).items():
         assert_bits(name, sealed.arrays[name], want)
 
 
-def searched(sealed: CoreTensor, residual: np.ndarray, size: int, candidates: int) -> affine.AffineCode:
-    """The reference's code; where another share of the range loses as little, the one that was stored."""
+def searched(sealed: CoreTensor, residual: np.ndarray, size: int, candidates: int, *, fed: bool) -> affine.AffineCode:
+    """The reference's code; where another share of the range loses as little, the one that was stored.
+
+    ``fed``: the stored codes are chosen with feedback, so they do not say what the search saw.
+    """
     best = affine.encode(residual, size, candidates)
     if candidates == 1:
         return best
@@ -105,7 +109,6 @@ def searched(sealed: CoreTensor, residual: np.ndarray, size: int, candidates: in
         np.square(residual - affine.decode(each)).reshape(*best.scales.shape, size).sum(-1) for each in (ours, best)
     ]
     same = ours.scales.view(np.uint8) == best.scales.view(np.uint8)
-    fed = "basis" in sealed.arrays  # codes with feedback do not say what the search saw
     assert fed or (lost[0] <= lost[1] * (1 + 1e-5) + 1e-30)[~same].all()
     assert (~same).mean() <= TOLERANCES["searched"].share
     return rounding.refine(residual, ours, np.zeros((*residual.shape[:2], *residual.shape[-1:] * 2), np.float32))
