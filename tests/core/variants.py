@@ -11,6 +11,14 @@ SHARP = {name: value for name, value in PRESETS["sharp"].items() if name != "chu
 PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "bf16": [{}],
     "kivi": [{}, {"group_size": 5, "residual_length": 0}],
+    "klt": [
+        {},
+        {"bits": 1.25, "damp": 2.0, "lifetime": 0.0},
+        {"bits": 3.0, "allocation": "layer"},
+        {"tolerance": 0.05, "lifetime": 1000.0},
+    ],
+    "kvtc": [{}, {"bits": 2.5, "lifetime": 0.0}],
+    "oscar": [{}, {"group_size": 12}],
     "quantwm": [
         {},
         {"rank": 0, "candidates": 1},
@@ -40,6 +48,28 @@ class Variant:
     def make(self) -> Method:
         """The method."""
         return methods.get(self.name, **self.parameters)
+
+    @property
+    def shares(self) -> bool:
+        """Whether a unit may be coded in the basis of the one before."""
+        return self.name in ("klt", "kvtc", "oscar")
+
+    @property
+    def sized_by_content(self) -> bool:
+        """Whether the formula states the largest size, because the content decides how many directions are stored."""
+        return self.name in ("klt", "kvtc")
+
+    @property
+    def alone(self) -> bool:
+        """Whether a stream does not depend on the others."""
+        return self.parameters.get("allocation") != "layer"
+
+    @property
+    def constants(self) -> float:
+        """Relative error that a constant unit may have."""
+        # Without clusters a constant is the end of a range from zero, which the scale's rounding moves; a rotation makes
+        # of it what is no constant.
+        return {"rtn": 0.07, "oscar": 2.0}.get(self.name, 2.0**-8)
 
     @property
     def sparse(self) -> bool:

@@ -5,6 +5,7 @@ Hosts share top-level names (``wan``, ``pipeline``, ``utils``), so one is import
 """
 
 import importlib
+import importlib.util
 import os
 import sys
 import warnings
@@ -18,12 +19,21 @@ import pytest
 import torch
 
 VARIABLE = "QUANTWM_CHECKOUTS"
+# Hosts that are on the package index, too.
+PACKAGES = ("diffsynth", "fastvideo")
 
 
 def checkouts(config: pytest.Config) -> dict[str, Path]:
-    """Checkouts that the command line or the environment names, ``NAME=PATH``; the former win."""
+    """Checkouts by name: what the command line names, ``NAME=PATH``, else the environment, else what is installed."""
     named = [*os.environ.get(VARIABLE, "").split(), *config.getoption("checkout", default=[])]
-    return {name: Path(path).resolve() for name, _, path in (each.partition("=") for each in named)}
+    given = {name: Path(path).resolve() for name, _, path in (each.partition("=") for each in named)}
+    return _installed() | given
+
+
+def _installed() -> dict[str, Path]:
+    """Where the packages lie that are installed; none of them is imported."""
+    found = ((name, importlib.util.find_spec(name)) for name in PACKAGES if name not in sys.modules)
+    return {name: Path(spec.origin).parents[1] for name, spec in found if spec and spec.origin}
 
 
 @contextmanager
@@ -31,6 +41,7 @@ def importing(
     root: Path,
     *,
     bare: Sequence[str] = (),
+    within: str = "",
     stubs: Mapping[str, Mapping[str, object]] | None = None,
     device: object = 0,
 ) -> Iterator[Callable[[str], Any]]:
@@ -39,6 +50,7 @@ def importing(
     Args:
         root: The checkout.
         bare: Packages to enter past their ``__init__``.
+        within: Folder of the checkout whose modules are forgotten on leaving; all of it, unless others lie beside it.
         stubs: Attributes of modules to put in the place of libraries that only serve CUDA or training.
         device: What stands for the current device where there is no GPU; hosts ask while they are imported.
     """
@@ -61,7 +73,9 @@ def importing(
             sys.path[:] = path
             loaded = set(sys.modules) - before
             for name in [
-                name for name in loaded if name in (stubs or {}) or _place(sys.modules[name]).is_relative_to(root)
+                name
+                for name in loaded
+                if name in (stubs or {}) or _place(sys.modules[name]).is_relative_to(root / within)
             ]:
                 del sys.modules[name]
 

@@ -10,7 +10,16 @@ import torch
 
 from tests.hosts import checkout
 
-BARE = ("fastvideo", "fastvideo.pipelines", "fastvideo.pipelines.stages", "fastvideo.models", "fastvideo.models.dits")
+BARE = (
+    "fastvideo",
+    "fastvideo.pipelines",
+    "fastvideo.pipelines.basic.lingbotworld2",
+    "fastvideo.pipelines.stages",
+    "fastvideo.models",
+    "fastvideo.models.dits",
+)
+# What modules take from packages that are entered so; of the stages they are derived from one, the others they only hold.
+STAGES = ("ConditioningStage", "DecodingStage", "InputValidationStage", "TextEncodingStage")
 NEEDS = ("cloudpickle", "remote_pdb", "av", "imageio", "triton", "einops", "diffusers")
 
 
@@ -25,14 +34,29 @@ def importing(root: Path) -> Iterator[Callable[[str], Any]]:
     stubs: dict[str, dict[str, object]] = {
         "torchvision": {},
         "torchvision.utils": {"make_grid": None},
+        "torchvision.transforms": {},
+        "torchvision.transforms.functional": {},
         "fastvideo.fastvideo_args": dict(settings),
     }
-    with pytest.MonkeyPatch.context() as patch, checkout.importing(root, bare=BARE, stubs=stubs) as load:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        checkout.importing(root, bare=BARE, stubs=stubs, within="fastvideo") as load,
+    ):
+        vars(load("fastvideo.pipelines")).update({"ComposedPipelineBase": Composed, "LoRAPipeline": Adapted})
+        vars(load("fastvideo.pipelines.stages")).update(dict.fromkeys(STAGES, object))
         cpu = load("fastvideo.platforms.cpu").CpuPlatform
         dense = "fastvideo.attention.backends.sdpa.SDPABackend"
         patch.setattr(cpu, "get_attn_backend_cls", classmethod(lambda *_, **__: dense))
         alone(load, patch)
         yield load
+
+
+class Composed:
+    """Stands for what pipelines are derived from."""
+
+
+class Adapted:
+    """The same."""
 
 
 def alone(load: Callable[[str], Any], patch: pytest.MonkeyPatch) -> None:

@@ -46,10 +46,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     """Random weights throughout: a host's zero-initialised head would let any test pass."""
-    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
     for weight in model.parameters():
         scale = 0.3 if weight.ndim < 2 else weight[0].numel() ** -0.5
-        weight.data.copy_(torch.randn(weight.shape, generator=generator) * scale + (weight.ndim < 2))
+        drawn = torch.randn(weight.shape, generator=generator, device=device)
+        weight.data.copy_(drawn * scale + (weight.ndim < 2))
 
 
 def smaller(pipeline: Any, allocator: str, tokens: int, heads: int, channels: int) -> None:

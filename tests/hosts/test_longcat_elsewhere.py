@@ -57,7 +57,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Host]]:
         "diffsynth.models.wan_video_camera_controller": {"SimpleAdapter": None},
         "diffsynth.models.wantodance": dict.fromkeys(("WanToDanceRotaryEmbedding", "WanToDanceMusicEncoderLayer")),
     }
-    with importing(root, bare=bare, stubs=stubs) as load:
+    with importing(root, bare=bare, stubs=stubs, within="diffsynth") as load:
         yield lambda: diffsynth(load)
 
 

@@ -90,6 +90,9 @@ class WanI2VCausal:
         self.model = Rebuilding(model) if sharded else model
         self.local_attn_size, self.chunk, self.layers, self.guided = window, chunk, layers, guided
 
+    def _model(self, x: Tensor, cache: list[Entry], start: int, **options: Any) -> Any:
+        return self.model(x, cache, start, **options)
+
     def _initialize_self_kv_cache(
         self, num_layers: int, shape: list[int], dtype: torch.dtype, device: Any
     ) -> list[Entry]:
@@ -119,10 +122,24 @@ class WanI2VCausal:
             x = chunk
             for _ in range(2):
                 first, *others = (
-                    self.model(x + branch, cache, number * size, **options) for branch, cache in enumerate(caches)
+                    self._model(x + branch, cache, number * size, **options) for branch, cache in enumerate(caches)
                 )
                 x = 0.5 * x + 0.5 * sum((first - other for other in others), start=first)
             chunks.append(x)
             for branch, cache in enumerate(caches):
-                self.model(x + branch, cache, number * size, **options)
+                self._model(x + branch, cache, number * size, **options)
         return torch.cat(chunks, dim=1)
+
+
+class LingBotWorld2CausalFastGenerationStage(WanI2VCausal):
+    """FastVideo's, which calls its model a transformer and cannot guide."""
+
+    _generate_causal_pretrain = None  # type: ignore[assignment]  # the point of the class
+
+    def __init__(self, window: int = -1, sink: int = 0, chunk: int = 4) -> None:
+        super().__init__(window, sink, chunk)
+        self.transformer = self.model
+        del self.model
+
+    def _model(self, x: Tensor, cache: list[Entry], start: int, **options: Any) -> Any:
+        return self.transformer(x, cache, start, **options)

@@ -55,7 +55,8 @@ class Attention(nn.Module):
         """The chunk alone, and its keys and values before rotation."""
         q, k, v = self._project(x)
         rotated, turned = self.rope_3d(q, k, shape)
-        return self._process_attn(rotated, turned, v, shape).transpose(1, 2).flatten(2), (k, v)
+        made = k.contiguous(), v.contiguous()
+        return self._process_attn(rotated, turned, v, shape).transpose(1, 2).flatten(2), made
 
     def continued(self, x: Tensor, shape: Shape, frames: int, cache: tuple[Tensor, Tensor]) -> Tensor:
         """The chunk after a history of some frames."""

@@ -1,10 +1,11 @@
-"""The adapter of FastVideo's causal Wan under a miniature of its stage, whose layers attend in modules of their own."""
+"""The adapter of FastVideo under miniatures of its stages: layers that attend in modules, or by PyTorch's function."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from quantwm_core.errors import StateError
 from quantwm_models import adapters, attach
@@ -40,28 +41,56 @@ class SelfAttention(nn.Module):
         return x + attended.flatten(2)
 
 
+class DenseSelfAttention(SelfAttention):
+    """One that has such a module only for training."""
+
+    def forward(self, x: Tensor, cache: Entry, start: int) -> Tensor:
+        """One call on a chunk."""
+        q, k, v = ((x @ weight).unflatten(-1, (-1, 16)) for weight in self.projection.weights)
+        cache["k"], cache["v"] = cache["k"].detach(), cache["v"].detach()
+        end = self.projection.write(cache, k, v, start)
+        k, v = (cache[half][:, :end][:, -end:].transpose(1, 2) for half in "kv")
+        return x + scaled_dot_product_attention(q.transpose(1, 2), k, v).transpose(1, 2).flatten(2)
+
+
 class Block(nn.Module):
     """Holds the layer."""
 
-    def __init__(self, settings: Settings, seed: int, sink_size: int) -> None:
+    def __init__(self, kind: type[SelfAttention], settings: Settings, seed: int, sink_size: int) -> None:
         super().__init__()
-        self.attn1 = SelfAttention(settings, seed, sink_size)
+        self.attn1 = kind(settings, seed, sink_size)
 
 
-class CausalWanTransformer3DModel(nn.Module):
+class Transformer(nn.Module):
     """The blocks."""
+
+    kind: type[SelfAttention]
 
     def __init__(self, settings: Settings, sink_size: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(settings, seed, sink_size) for seed in range(settings.layers))
+        self.blocks = nn.ModuleList(Block(self.kind, settings, seed, sink_size) for seed in range(settings.layers))
 
 
-class CausalDMDDenosingStage(rolling_host.Pipeline):
-    """The stage that denoises: four frames of 24 tokens in the cache, the first of which may be a sink."""
+class CausalWanTransformer3DModel(Transformer):
+    """Those of the causal Wan."""
+
+    kind = SelfAttention
+
+
+class CausalMatrixGame2WanModel(Transformer):
+    """Those of Matrix-Game 2."""
+
+    kind = DenseSelfAttention
+
+
+class Stage(rolling_host.Pipeline):
+    """A stage that denoises: four frames of 24 tokens in the cache, the first of which may be a sink."""
+
+    model: type[Transformer]
 
     def __init__(self, sink_size: int = 0) -> None:
         super().__init__(Settings(sink=24 * sink_size))
-        self.transformer: Any = CausalWanTransformer3DModel(self.settings, sink_size)
+        self.transformer: Any = self.model(self.settings, sink_size)
         self.transformer_2: Any = None
         self.local_attn_size, self.sliding_window_num_frames = 4, 21
 
@@ -71,13 +100,29 @@ class CausalDMDDenosingStage(rolling_host.Pipeline):
         return x
 
 
-def state(host: CausalDMDDenosingStage) -> list[Any]:
+class CausalDMDDenosingStage(Stage):
+    """That of the causal Wan."""
+
+    model = CausalWanTransformer3DModel
+
+
+class MatrixGame2CausalDenoisingStage(Stage):
+    """That of Matrix-Game 2."""
+
+    model = CausalMatrixGame2WanModel
+
+
+STAGES = (CausalDMDDenosingStage, MatrixGame2CausalDenoisingStage)
+
+
+def state(host: Stage) -> list[Any]:
     return [sorted(vars(host)), *(sorted(vars(module)) for module in host.transformer.modules())]
 
 
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("sink_size", [0, 1])
-def test_bf16_is_bit_identical_and_leaves_no_trace(sink_size: int) -> None:
-    host = CausalDMDDenosingStage(sink_size)
+def test_bf16_is_bit_identical_and_leaves_no_trace(stage: type[Stage], sink_size: int) -> None:
+    host = stage(sink_size)
     expected, before = [bits(host.inference(seed, 6)) for seed in range(2)], state(host)
     with attach(host, "bf16"):
         assert [bits(host.inference(seed, 6)) for seed in range(2)] == expected
@@ -85,9 +130,10 @@ def test_bf16_is_bit_identical_and_leaves_no_trace(sink_size: int) -> None:
     assert bits(host.inference(0, 6)) == expected[0]
 
 
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("sink_size", [0, 1])
-def test_quantwm_seals_all_but_the_active_chunk_by_the_queries_before(sink_size: int) -> None:
-    host = CausalDMDDenosingStage(sink_size)
+def test_quantwm_seals_all_but_the_active_chunk_by_the_queries_before(stage: type[Stage], sink_size: int) -> None:
+    host = stage(sink_size)
     expected = host.inference(0, 6)
     with attach(host, "quantwm", iterations=2) as attachment:
         quantized = host.inference(0, 6)
@@ -99,8 +145,9 @@ def test_quantwm_seals_all_but_the_active_chunk_by_the_queries_before(sink_size:
     assert all(cache.stream.sink == 24 * sink_size for cache in attachment.caches)
 
 
-def test_what_is_not_served_is_refused_before_anything_changes() -> None:
-    host = CausalDMDDenosingStage()
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_not_served_is_refused_before_anything_changes(stage: type[Stage]) -> None:
+    host = stage()
     assert adapters.find(host) is adapters.get("fastvideo")
     with attach(host), pytest.raises(StateError, match="attached already"):
         attach(host)
@@ -117,3 +164,31 @@ def test_what_is_not_served_is_refused_before_anything_changes() -> None:
     del host.transformer.blocks[0].attn1.attn
     with pytest.raises(HostError, match=r"need \.transformer with \.blocks of \.attn1"):
         attach(host)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_compiled_layers_do_not_trace_the_cache(stage: type[Stage]) -> None:
+    host, graphs = stage(), []
+    with attach(host, "quantwm", iterations=2) as attachment:
+        expected = bits(host.inference(0, 6))
+    asked = [cache.queries.folded() for cache in attachment.caches]
+
+    def record(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        graphs.append(graph.print_readable(print_output=False))
+        return graph
+
+    torch._dynamo.reset()
+    try:
+        for block in host.transformer.blocks:
+            block.attn1.compile(backend=record)
+        with attach(host, "quantwm", iterations=2) as attachment:
+            assert bits(host.inference(0, 6)) == expected
+    finally:
+        torch._dynamo.reset()
+    assert any("test_fastvideo.py" in graph for graph in graphs)
+    assert not any("quantwm_models" in graph for graph in graphs)
+    for cache, before in zip(attachment.caches, asked, strict=True):
+        after = cache.queries.folded()
+        assert before.past is not None
+        assert after.past is not None
+        assert (after.past.queries, bits(after.past.mean)) == (before.past.queries, bits(before.past.mean))

@@ -11,7 +11,7 @@ from quantwm_models import adapters, attach
 from quantwm_models.errors import HostError
 from tests.models import lingbot_world_host
 from tests.models.chunks import bits
-from tests.models.lingbot_world_host import WanI2VCausal
+from tests.models.lingbot_world_host import LingBotWorld2CausalFastGenerationStage, WanI2VCausal
 from tests.models.wan_host import CHANNELS, FRAME, HEADS, noise
 
 FUNCTIONS = ("attention", "flash_attention")
@@ -27,6 +27,7 @@ HOSTS: dict[str, Callable[[], WanI2VCausal]] = {
     "sharded": lambda: WanI2VCausal(18, 6, sharded=True),
     "sharded and parallel": lambda: WanI2VCausal(18, 6, sharded=True, parallel=True),
     "guided": lambda: WanI2VCausal(guided=True),
+    "FastVideo's stage": lambda: LingBotWorld2CausalFastGenerationStage(18, 6),
 }
 LENGTHS = (32, 12, 24)
 
@@ -121,6 +122,7 @@ def test_a_version_without_guidance_is_served() -> None:
 def test_what_is_no_host_is_told_apart_or_refused() -> None:
     adapter = adapters.get("lingbot_world")
     assert adapter.matches(Older())
+    assert adapter.matches(LingBotWorld2CausalFastGenerationStage())
     assert not adapter.matches(object())
     host: Any = WanI2VCausal()
     before = vars(host).copy()

@@ -1,18 +1,20 @@
 """A host may do with its cache tensors what hosts do; anything else is refused with what is supported."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from quantwm_core.errors import DomainError, QuantWMError, RangeError, ShapeError, StateError
 from quantwm_core.stream import Span
 from quantwm_models import LayerCache
 from quantwm_models.errors import HostAttributeError, HostError
 from quantwm_models.handle import Handle, read_pair
+from quantwm_models.observer import CacheObserver
 from quantwm_models.store import Store, pair
 from tests.models.chunks import normal, snapshot
 
@@ -221,6 +223,100 @@ def test_a_host_gets_its_own_number_format(dtype: torch.dtype) -> None:
     assert keys[:, 0:16].tensor().dtype == dtype
     assert read_pair(keys[:, 0:16], values[:, 0:16])[1].dtype == dtype
     assert torch.equal(keys[:, 0:16].tensor(), tokens(0).to(dtype))
+
+
+def test_a_part_of_a_range_is_a_range() -> None:
+    keys, _, _ = full()
+    handle, tensor = keys[:, 4:40], keys[:, 4:40].tensor()
+    for part in (slice(0, 16), slice(-30, None), slice(30, 99), slice(7, 3)):
+        smaller = handle[:, part]
+        assert isinstance(smaller, Handle)
+        assert torch.equal(smaller.tensor(), tensor[:, part])
+        assert smaller.shape == tensor[:, part].shape
+    for other in ((0,), (slice(None), 3), (slice(None), slice(0, 8, 2)), (0, slice(0, 8)), (..., slice(0, 3))):
+        assert torch.equal(handle[other], tensor[other])
+    clone = handle.clone()
+    stale = clone[:, :4]
+    write(*keys_and_values(keys), 48, 9)
+    with pytest.raises(StateError, match="the cache changed after this was cloned"):
+        stale.tensor()
+    with pytest.raises(StateError, match="the cache changed after this was cloned"):
+        clone[:, :4].tensor()
+
+
+def keys_and_values(keys: Store) -> tuple[Store, Store]:
+    return keys, Store(keys.halves, "values", keys.shape, keys.dtype, keys.device)
+
+
+def test_a_turned_range_is_a_transposed_tensor() -> None:
+    keys, _, _ = full()
+    handle, tensor = keys[:, 8:40], keys[:, 8:40].tensor()
+    for turned in (handle.transpose(1, 2), handle.transpose(-2, 1)):
+        assert isinstance(turned, Handle)
+        assert turned.shape == tensor.transpose(1, 2).shape
+        assert torch.equal(turned.tensor(), tensor.transpose(1, 2))
+        assert torch.equal(turned.clone().tensor(), tensor.transpose(1, 2))
+        assert torch.equal(turned[:, :, 3:5], tensor.transpose(1, 2)[:, :, 3:5])
+        back = turned.transpose(1, 2)
+        assert isinstance(back, Handle)
+        assert torch.equal(back.tensor(), tensor)
+    assert torch.equal(handle.transpose(2, 3), tensor.transpose(2, 3))
+    clone = handle.clone()
+    clone[:, :2] = 0
+    assert torch.equal(clone.transpose(1, 2), clone.tensor().transpose(1, 2))
+    with pytest.raises(ShapeError, match="slots 0 to 32 were set to a tensor of shape"):
+        keys[:, 0:32] = handle.transpose(1, 2)
+
+
+def heads_first(count: int, seed: int) -> Tensor:
+    """Queries ``[B, heads, n, head_dim]``."""
+    return normal(1, 2, count, 16, seed=seed)
+
+
+class Told(CacheObserver):
+    """Keeps what attention was told of."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def attended(self, cache: LayerCache, queries: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span]) -> None:
+        assert queries.shape == (1, 2, CHUNK, 16)
+        assert keys.shape == values.shape == (1, 2, sum(span.tokens for span in spans), 16)
+        self.spans.extend(spans)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "quantwm"])
+def test_pytorchs_attention_reads_turned_ranges_and_the_cache_learns_from_its_queries(scheme: str) -> None:
+    told = Told()
+    cache = LayerCache(scheme, observers=[told])
+    keys, values = pair(cache, (1, SIZE, 2, 16))
+    for number in range(3):
+        write(keys, values, CHUNK * number, number)
+    q = heads_first(CHUNK, seed=7)
+    k, v = (store[:, 3:48].transpose(1, 2) for store in (keys, values))
+    exact = scaled_dot_product_attention(q, k.tensor(), v.tensor(), scale=0.5)
+    assert torch.equal(scaled_dot_product_attention(q, k, v, scale=0.5), exact)
+    assert torch.equal(scaled_dot_product_attention(query=q, value=v, key=k, scale=0.5), exact)
+    assert told.spans == [(3, 16), (16, 32), (32, 48)] * 2
+    moment = cache.queries.folded().past
+    assert (moment is not None) == (scheme == "quantwm")
+    assert moment is None or moment.queries == 2 * CHUNK
+
+
+def test_pytorchs_attention_on_anything_else_sees_tensors() -> None:
+    keys, values, cache = full("quantwm")
+    q = heads_first(CHUNK, seed=7)
+    k, v = (store[:, 0:48].transpose(1, 2) for store in (keys, values))
+    exact = scaled_dot_product_attention(q, k.tensor(), v.tensor())
+    changed: Any = keys[:, 0:48].clone()
+    changed[:, :1] = 0
+    assert torch.equal(scaled_dot_product_attention(q, k, v.tensor()), exact)
+    assert not torch.equal(scaled_dot_product_attention(q, changed.transpose(1, 2), v), exact)
+    assert cache.queries.folded().past is None
+    # Tokens in the place of heads, as they lie: no queries of this cache.
+    rows: Any = [store[:, 0:16] for store in (keys, values)]
+    scaled_dot_product_attention(q.transpose(1, 2), *rows)
+    assert cache.queries.folded().past is None
 
 
 def test_torch_functions_see_tensors() -> None:

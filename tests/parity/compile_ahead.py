@@ -1,11 +1,13 @@
 """Compiles every kernel for every architecture, without a GPU: ``python -m tests.parity.compile_ahead``.
 
-One line of JSON for each: kernel, variant, architecture, bytes of shared memory, registers that had to be spilled.
+One line of JSON for each: kernel, variant, architecture, bytes of shared memory, and matrix operands of fewer rows than the
+registers of a thread are arranged for, whose products would be wrong.
 Triton's interpreter replaces the compiler, so this runs as a process of its own, without ``TRITON_INTERPRET``.
 """
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +18,7 @@ from triton.compiler import ASTSource
 
 from quantwm_kernels.launch import LAUNCHES
 from quantwm_kernels.packed_attention import WIDE_CHANNELS
-from quantwm_kernels.recipe import Form, Recipe, Steps
+from quantwm_kernels.recipe import PRODUCTS, Form, Recipe, Steps
 from quantwm_kernels.triton.reading import constants
 
 # Compute capability, and the shared memory that a program may have there.
@@ -64,8 +66,9 @@ def read(
 ) -> Case:
     """The reading kernel for two recipes."""
     recipes = constants("KEY", keys, lanes) | constants("VALUE", values, lanes)
+    launch = "read" if {keys.form, values.form}.isdisjoint(PRODUCTS) else "read_product"
     return Case(
-        "reading.read_kernel", "read", READ, recipes | {"LANES": lanes, "ALIGNED": int(aligned)}, variant, architectures
+        "reading.read_kernel", launch, READ, recipes | {"LANES": lanes, "ALIGNED": int(aligned)}, variant, architectures
     )
 
 
@@ -126,7 +129,7 @@ def seal(
 ) -> Case:
     """A kernel that seals, on heads of 128 channels and 256 centroids unless ``constants`` say otherwise."""
     module, _, name = kernel.partition(".")
-    names = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name).arg_names
+    names = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name).function.arg_names
     blocks = LAUNCHES[launch].blocks
     sizes = {
         "CHANNELS": 128, "BLOCK_D": 128, "BLOCK_C": 256, "GROUP": 64, "GROUPS": 2, "GROUPS_2": 2, "GROUP_2": 64,
@@ -139,6 +142,8 @@ def seal(
 
 
 CLUSTERED = Recipe(Form.AFFINE, 128, 64, 1)
+TRANSFORM = Recipe(Form.TRANSFORM, 128, rank=128)
+ROTATED = Recipe(Form.ROTATED, 128, 128, rank=128)
 SHARP = Recipe(Form.AFFINE, 128, 32, 1, rank=16, steps=Steps.NIBBLES, centroid_bits=4)
 CASES = (
     Case("packing.pack_kernel", "pack_codes", "codes:*u8 packed:*u8 codes_per_row:i32 bytes_per_row:i32 total:i64"),
@@ -161,6 +166,13 @@ CASES = (
     read("qvg", Recipe(Form.SYMMETRIC, 96, 48, 3), CLUSTERED, lanes=4, aligned=False),
     read("kivi", Recipe(Form.CHANNEL_MINMAX, 128, 32), Recipe(Form.MINMAX, 128, 32)),
     read("rtn", Recipe(Form.CHANNEL_AFFINE, 64, 64), Recipe(Form.AFFINE, 64, 64)),
+    read("klt", TRANSFORM, TRANSFORM, architectures=tuple(SHARED_NBYTES)),
+    read("klt, wide", Recipe(Form.TRANSFORM, 256, rank=256), Recipe(Form.EXACT, 256)),
+    read("klt, few", Recipe(Form.TRANSFORM, 80, rank=32), Recipe(Form.AFFINE, 80, 40, 1), lanes=4, aligned=False),
+    read("oscar", ROTATED, ROTATED),
+    attend("klt", TRANSFORM, TRANSFORM),
+    attend("klt, wide", Recipe(Form.TRANSFORM, 256, rank=128), Recipe(Form.EXACT, 256), architectures=(86,)),
+    attend("oscar", ROTATED, ROTATED, architectures=(90,)),
     attend("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, architectures=tuple(SHARED_NBYTES)),
     attend("quantwm, divided", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, divided=True),
     attend(
@@ -247,10 +259,17 @@ CASES = (
 )
 
 
+def crowded(code: str) -> list[str]:
+    """Operands of matrix products whose summed axis is shorter than the four threads that share it would fill."""
+    found = re.findall(r"tensor<(\d+)x(\d+)x\w+, #ttg\.dot_op<{opIdx = (\d), parent = #\w+, kWidth = (\d+)", code)
+    operands = {(int(columns if side == "0" else rows), int(width)) for rows, columns, side, width in found}
+    return [f"{length} summed, {width} a thread" for length, width in sorted(operands) if length < 4 * width]
+
+
 def compiled(case: Case) -> Iterator[dict[str, object]]:
     """Compile a case for every architecture."""
     module, _, name = case.kernel.partition(".")
-    kernel = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
+    kernel = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name).function
     types = dict(argument.split(":") for argument in case.arguments.split())
     launch = LAUNCHES[case.launch]
     fixed = {**launch.blocks, **case.constants}
@@ -268,6 +287,7 @@ def compiled(case: Case) -> Iterator[dict[str, object]]:
             "variant": case.variant,
             "architecture": architecture,
             "shared": binary.metadata.shared,
+            "crowded": crowded(binary.asm["ttgir"]),
         }
 
 

@@ -51,6 +51,7 @@ WITHOUT_NAMESAKE = {
     "chunk.described": "what a list of tensors and what travels beside it make together",
     "chunk.description": "what travels beside a list of tensors",
     "chunk.storage_nbytes": "a tensor's storage may exceed the tensor",
+    "triton.kernel": "NumPy launches nothing",
 }
 
 # Launchers that take all streams of a layer at once, and what passes between them.

@@ -9,12 +9,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantwm_core import affine, clustered, codebook, packing, psac, rounding, symmetric
+from quantwm_core import (
+    affine,
+    allocation,
+    basis,
+    blocks,
+    clustered,
+    codebook,
+    directions,
+    packing,
+    psac,
+    rounding,
+    symmetric,
+    transform,
+)
 from quantwm_core import methods as core_methods
 from quantwm_core.chunk import KINDS, Kind
 from quantwm_core.chunk import SealedTensor as CoreTensor
 from quantwm_core.errors import DeviceError, DomainError, ParameterError
-from quantwm_core.method import Method
+from quantwm_core.method import Method, decode_tensor
 from quantwm_core.method import scheme as make_scheme
 from quantwm_core.methods.quantwm import PSAC_PARTS
 from quantwm_core.statistics import QueryMoment as CoreMoment
@@ -33,6 +46,8 @@ kernels = pytest.importorskip("quantwm_kernels.triton.sealing", exc_type=ImportE
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 CLUSTERED = ("quantwm", "qvg")
+TRANSFORMS = ("klt", "kvtc")
+ROTATED = ("oscar",)
 
 
 def begin(
@@ -68,6 +83,12 @@ def check(ours: SealedTensor, unit: np.ndarray, method: Method, kind: Kind, mome
     """Hold a sealed tensor against the reference: in form, and in all bytes that follow from codebook and index."""
     sealed, reference = numpy_of(ours), method.seal(kind, unit, moment)
     assert (sealed.method, sealed.parameters, sealed.shape) == (method.name, reference.parameters, unit.shape)
+    if method.name in ROTATED:
+        check_rotated(sealed, reference, unit, kind)
+        return
+    if method.name in TRANSFORMS:
+        check_transform(sealed, reference, unit, method, kind, moment)
+        return
     if method.name not in CLUSTERED:
         assert_arrays(kind, dict(sealed.arrays), dict(reference.arrays))
         return
@@ -81,6 +102,56 @@ def check(ours: SealedTensor, unit: np.ndarray, method: Method, kind: Kind, mome
     if "basis" in sealed.arrays:
         check_compensation(sealed, reference, unit, method)
     assert ours.nbytes == sealed.nbytes
+
+
+def check_transform(
+    sealed: CoreTensor, reference: CoreTensor, unit: np.ndarray, method: Any, kind: Kind, moment: CoreMoment | None
+) -> None:
+    """Codes that follow from our basis, order and steps; and nothing lost to the reference's choice of these."""
+    check_forms(sealed, reference, kind)
+    metrics = np.zeros((*unit.shape[:2], unit.shape[3], unit.shape[3]))
+    if moment is not None and method.uses_queries(kind):
+        metrics = moment.mean.astype(np.float64)
+    sources = transform.sources(unit, metrics, getattr(method, "damp", 0.0))
+    bases, arrays = basis.Basis.of(sealed.arrays).streams(), sealed.arrays
+    byte, direction = 0, 0
+    for source, stored, counts in zip(sources, bases, arrays["blocks"].reshape(-1, 3), strict=True):
+        size, coded = unit.shape[2] * allocation.token_bytes(counts), allocation.directions(counts)
+        rows = basis.wide(*stored)[arrays["order"][direction : direction + coded]]
+        coefficients = (source.residual @ basis.projector(rows, source.metric).T).astype(np.float32)
+        steps = np.ldexp(arrays["steps"][direction : direction + coded].astype(np.float32), -source.exponent)
+        want = directions.quantize(coefficients, allocation.widths(counts), steps.astype("bfloat16"))
+        got = blocks.unpack(arrays["codes"][byte : byte + size].reshape(unit.shape[2], -1), counts)
+        moves = (steps > 0) & (steps > 1e-5 * np.abs(source.residual).max())  # a direction of rounding errors is noise
+        pair = [torch.from_numpy(codes[:, moves].astype(np.float32)) for codes in (got, want)]
+        assert_close("codes", pair[0], pair[1], TOLERANCES["coefficients"])
+        byte, direction = byte + size, direction + coded
+    check_errors(sealed, reference, unit)
+
+
+def check_rotated(sealed: CoreTensor, reference: CoreTensor, unit: np.ndarray, kind: Kind) -> None:
+    check_forms(sealed, reference, kind)
+    assert_bits("fitted", sealed.arrays["shared_fitted"], reference.arrays["shared_fitted"])
+    check_errors(sealed, reference, unit)
+
+
+def check_forms(sealed: CoreTensor, reference: CoreTensor, kind: Kind) -> None:
+    assert sealed.arrays.keys() == reference.arrays.keys()
+    for name, want in reference.arrays.items():
+        assert (sealed.arrays[name].dtype, sealed.arrays[name].ndim) == (want.dtype, want.ndim), name
+    method = core_methods.get(sealed.method, **sealed.parameters)
+    assert sealed.nbytes <= method.nbytes(kind, sealed.shape, first=False)
+
+
+def check_errors(sealed: CoreTensor, reference: CoreTensor, unit: np.ndarray) -> None:
+    """Eigenvectors of eigenvalues that are alike turn freely, so the two may err differently, but not more."""
+    exact = unit.astype(np.float64)
+    scale = np.abs(exact).max()
+    ours, theirs = (
+        float(np.square((decode_tensor(each).astype(np.float64) - exact) / max(scale, 1e-300)).mean())
+        for each in (sealed, reference)
+    )
+    assert ours <= 1.3 * theirs + 2.0**-18
 
 
 def check_residual(sealed: CoreTensor, residual: np.ndarray, size: int, method: Any, moment: CoreMoment | None) -> None:

@@ -24,6 +24,10 @@ HEADS, CHANNELS, CHUNKS = 2, 16, 2
 SCHEMES: dict[str, Scheme] = {
     "bf16": scheme("bf16"),
     "kivi": scheme("kivi", residual_length=10),
+    "klt": scheme("klt"),
+    "klt-layer": scheme("klt", bits=3.0, allocation="layer", lifetime=0.0),
+    "kvtc": scheme("kvtc", bits=1.25),
+    "oscar": scheme("oscar"),
     "quantwm": scheme("quantwm", centroids=8, group_size=8, rank=4),
     "quantwm-sparse": scheme("quantwm", centroids=8, group_size=8, rank=4, threshold=0.01),
     "quantwm-sharp": scheme(

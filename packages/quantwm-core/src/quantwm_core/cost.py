@@ -5,7 +5,9 @@ The formula and the arrays of a sealed chunk give the same number; a test holds 
 
 from __future__ import annotations
 
-from quantwm_core import affine, codebook, integer_table, psac
+from collections.abc import Sequence
+
+from quantwm_core import affine, allocation, codebook, integer_table, psac
 from quantwm_core.packing import packed_size
 
 BITS_PER_BYTE = 8
@@ -57,6 +59,35 @@ def quantwm_nbytes(
     rows = codebook.default_size(tokens, centroid_bits) if centroids is None else centroids
     values = clustered_nbytes(tokens, channels, size, rows, centroid_bits)
     return values + (psac_nbytes(tokens, channels, rank, coefficient_bits) if rank else 0), values
+
+
+def transform_nbytes(tokens: int, channels: int, counts: Sequence[int], directions: int) -> tuple[int, int]:
+    """Bytes of one stream under a transform code: of the unit alone, and of the basis that units share.
+
+    Args:
+        tokens: ``N`` of the unit.
+        channels: Head dimension ``D``.
+        counts: Blocks of eight directions that get 8, 4 and 2 bits.
+        directions: Directions in the basis, a multiple of eight.
+
+    >>> own, shared = transform_nbytes(29640, 128, (1, 4, 4), 72)
+    >>> round(2 * 29640 * 128 / (own + shared), 2)
+    7.92
+    """
+    coded = allocation.directions(counts)
+    own = tokens * allocation.token_bytes(counts) + len(counts) + 3 * coded + 2 * channels
+    return own, directions * (channels + 2) + 1
+
+
+def transform_most_nbytes(tokens: int, channels: int, token_bytes: int) -> int:
+    """Bytes of one stream, basis included, where as many directions as possible share a token's bytes.
+
+    >>> transform_most_nbytes(29640, 128, 32)
+    965764
+    """
+    blocks = min(channels // allocation.BLOCK, token_bytes // 2)
+    own, shared = transform_nbytes(tokens, channels, (0, 0, blocks), allocation.BLOCK * blocks)
+    return own + shared + tokens * (token_bytes - 2 * blocks)
 
 
 def bits_per_element(nbytes: int, tokens: int, channels: int) -> float:

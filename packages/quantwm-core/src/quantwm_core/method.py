@@ -56,7 +56,8 @@ class Method(Protocol):
             kind: ``"keys"`` or ``"values"``.
             values: BF16, finite.
             moment: Queries seen before the unit began, or None.
-            previous: The same tensor of the unit before, for warm starts.
+            previous: The same tensor of the unit before, for warm starts, and for arrays that both have. Those are named
+                ``shared_...``, and the very arrays of ``previous`` are returned.
         """
 
     def decode(
@@ -65,7 +66,10 @@ class Method(Protocol):
         """Reconstruct tokens ``start`` to ``stop`` of the unit."""
 
     def nbytes(self, kind: Kind, shape: tuple[int, int, int, int], first: bool) -> int:
-        """Bytes by formula; ``first``: no query statistics yet. Parts that may be stored sparse count as dense."""
+        """Bytes by formula, shared arrays included; ``first``: no query statistics yet.
+
+        Where the size depends on the content, the largest possible: parts that may be stored sparse count as dense.
+        """
 
 
 @dataclass(frozen=True)

@@ -176,3 +176,13 @@ def number(quantity: Quantity, value: float) -> str:
     if quantity.unit == "share":
         return f"{100 * value:.{quantity.digits}f} %"
     return f"{value:.{quantity.digits}f}{'×' if quantity.unit == '×' else ''}"
+
+
+def signed(quantity: Quantity, value: float) -> str:
+    """A difference as tables show it.
+
+    >>> signed(Quantity("psnr", "PSNR", "dB", "higher"), 1.5)
+    '+1.50'
+    """
+    text = number(quantity, value)
+    return text if text.startswith("-") else f"+{text}"

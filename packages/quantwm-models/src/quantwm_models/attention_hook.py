@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
-from quantwm_models.handle import Handle, read_pair, whole
+from quantwm_models.handle import Handle, attended, whole
 from quantwm_models.store import Store
 
 Kept = TypeVar("Kept", bound="Replacement")
@@ -31,10 +31,10 @@ class Replacement:
             whose they are; None is a layer without a cache of ours, as in training.
     """
 
-    def __init__(self, original: Callable[..., Any]) -> None:
+    def __init__(self, original: Callable[..., Any], watching: list[Any] | None = None) -> None:
         self.original = original
         self.users = 0
-        self.watching: list[Any] = []
+        self.watching: list[Any] = [] if watching is None else watching
 
     @property
     def watcher(self) -> Any:
@@ -48,20 +48,11 @@ class Attention(Replacement):
     @uncompiled
     def __call__(self, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
         """Attend, ranges of a store reconstructed."""
-        if isinstance(k, Handle) and isinstance(v, Handle) and not (k.changed or v.changed):
-            return self._read(q, k, v, *args, **kwargs)
+        if isinstance(k, Handle) and isinstance(v, Handle) and not (k.changed or v.changed or k.turned or v.turned):
+            return attended(self.original, q, k, v, *args, **kwargs)
         result = self.original(q, whole(k), whole(v), *args, **kwargs)
         if self.watcher is not None:
             self.watcher(q)
-        return result
-
-    def _read(self, q: Tensor, k: Handle, v: Handle, *args: Any, **kwargs: Any) -> Any:
-        keys, values = read_pair(k, v)
-        result = self.original(q, keys, values, *args, **kwargs)
-        cache = k.store.halves.cache
-        queries = q.transpose(1, 2)
-        cache.observe(queries)
-        cache.tell_attended(queries, keys.transpose(1, 2), values.transpose(1, 2), *k.slots)
         return result
 
 
@@ -83,16 +74,16 @@ def function_replaced(module: ModuleType, name: str, kind: type[Kept]) -> Iterat
 
 
 @contextmanager
-def running_layer_known(layer: nn.Module, attention: Attention) -> Iterator[None]:
-    """Let the attention function know whose queries it sees, where the host assembles keys and values itself."""
+def running_layer_known(layer: nn.Module, watching: list[Any]) -> Iterator[None]:
+    """Let attention know whose queries it sees, by its list of watchers, where the host assembles keys and values itself."""
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         found = (_cache_in(argument) for argument in (*args, *kwargs.values()))
         cache = next((cache for cache in found if cache is not None), None)
-        attention.watching.append(None if cache is None else lambda q: cache.observe(q.transpose(1, 2)))
+        watching.append(None if cache is None else lambda q: cache.observe(q.transpose(1, 2)))
 
     def leave(*_: object) -> None:
-        attention.watching.pop()
+        watching.pop()
 
     with ExitStack() as stack:
         for handle in (
@@ -104,6 +95,6 @@ def running_layer_known(layer: nn.Module, attention: Attention) -> Iterator[None
 
 
 def _cache_in(argument: object) -> LayerCache | None:
-    """The cache behind a layer's dict."""
-    store = argument.get("k") if isinstance(argument, dict) else None
+    """The cache behind what a layer is given: a dict, or an object with attributes."""
+    store = argument.get("k") if isinstance(argument, dict) else getattr(argument, "k", None)
     return store.halves.cache if isinstance(store, Store) else None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from quantwm_core.chunk import KINDS
 from quantwm_core.errors import StateError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 SUPPORTED = "supported: .shape, .dtype, .device, store[:, a:b], store[:, a:b] = tensor, and clone() of what is got"
 _BINARY = ("add", "sub", "mul", "truediv", "matmul", "pow")
+_ATTENDING = ("query", "key", "value")
 OPERATORS = tuple(f"__{each}__" for each in (*_BINARY, *(f"r{each}" for each in _BINARY), "lt", "le", "gt", "ge"))
 
 
@@ -49,21 +51,25 @@ class Handle(Sized):
 
     As a slice of a tensor does, it shows what the slots hold at the time of use; its :meth:`clone` shows what they held
     at the time of cloning, and must be used before the cache changes. A clone may be written: it then is a tensor of
-    its own, and no longer a range of the cache. Any torch function applied to either sees a tensor.
+    its own, and no longer a range of the cache. Any torch function applied to either sees a tensor; PyTorch's attention reads
+    keys and values together, in the memory that all reads share, and the cache learns from its queries.
 
     Args:
         store: Where from.
         slots: Window tokens.
         version: Version of the cache that it was cloned at; None for a range that follows the cache.
+        turned: Whether heads come before tokens, ``[B, heads, n, head_dim]``.
     """
 
-    def __init__(self, store: Store, slots: Span, version: int | None = None) -> None:
+    def __init__(self, store: Store, slots: Span, version: int | None = None, *, turned: bool = False) -> None:
         self.store = store
         self.slots = slots
         self.version = version
+        self.turned = turned
         self._own: Tensor | None = None
         batch, _, heads, channels = store.shape
-        self.shape = torch.Size((batch, slots.tokens, heads, channels))
+        tokens = slots.tokens
+        self.shape = torch.Size((batch, heads, tokens, channels) if turned else (batch, tokens, heads, channels))
         self.dtype = store.dtype
         self.device = store.device
 
@@ -82,7 +88,7 @@ class Handle(Sized):
     @uncompiled
     def clone(self, **_: object) -> Handle:
         """The same range as it is now."""
-        copy = Handle(self.store, self.slots, self.store.halves.cache.version)
+        copy = Handle(self.store, self.slots, self.store.halves.cache.version, turned=self.turned)
         copy._own = None if self._own is None else self._own.clone()
         return copy
 
@@ -102,7 +108,7 @@ class Handle(Sized):
 
     @uncompiled
     def tensor(self) -> Tensor:
-        """The range as a tensor of its own, ``[B, n, heads, head_dim]`` in the host's number format.
+        """The range as a tensor of its own, of this shape and in the host's number format.
 
         Raises:
             RangeError: The slots hold no tokens.
@@ -113,10 +119,27 @@ class Handle(Sized):
         if not self.slots.tokens:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         pair = read_pair(self, self)
-        return pair[KINDS.index(self.store.kind)].clone()
+        whole_range = pair[KINDS.index(self.store.kind)].clone()
+        return whole_range.transpose(1, 2) if self.turned else whole_range
 
-    def __getitem__(self, key: object) -> Tensor:
-        return self.tensor()[key]  # type: ignore[index]  # a tensor judges its own index
+    @uncompiled
+    def transpose(self, first: int, second: int) -> Any:
+        """The same range with heads before tokens, or back; of other dimensions, a tensor."""
+        if self.changed or {first % self.ndim, second % self.ndim} != {1, 2}:
+            return self.tensor().transpose(first, second)
+        return Handle(self.store, self.slots, self.version, turned=not self.turned)
+
+    @uncompiled
+    def __getitem__(self, key: object) -> Any:
+        """A part of the range, nothing read yet, where only tokens are chosen: ``[:, a:b]``; otherwise a tensor."""
+        parts: Any = key if isinstance(key, tuple) and len(key) == 2 else (None, None)
+        rows, tokens = parts
+        part = rows == slice(None) and isinstance(tokens, slice) and tokens.step in (None, 1)
+        if not part or self.changed or self.turned:
+            return self.tensor()[key]  # type: ignore[index]  # a tensor judges its own index
+        start, stop, _ = tokens.indices(self.slots.tokens)
+        begin = self.slots.start + start
+        return Handle(self.store, Span(begin, begin + max(0, stop - start)), self.version)
 
     def __setitem__(self, key: object, value: object) -> None:
         """Write a clone.
@@ -145,11 +168,38 @@ class Handle(Sized):
     ) -> Any:
         """Apply a torch function to the tensors that handles stand for."""
         del types
+        if func is scaled_dot_product_attention:
+            named = dict(kwargs or {}) | dict(zip(_ATTENDING, args, strict=False))
+            tensors = [named.pop(each) for each in _ATTENDING]
+            if all(isinstance(each, Handle) and each.turned for each in tensors[1:]):
+                return attended(func, *tensors, *whole(args[3:]), **whole(named))
         name = name_of(func)
         inplace = name.endswith("_") and not name.endswith("__")
         if (kwargs and "out" in kwargs) or (inplace and args and isinstance(args[0], Handle)):
             raise HostError(f"a host applied {name} to a range of its cache in place; write to the store: {SUPPORTED}")
         return func(*whole(args), **whole(dict(kwargs or {})))
+
+
+@uncompiled
+def attended(function: Callable[..., Any], q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let a host's attention function read a range, and its cache learn from the queries.
+
+    Where keys and values are not both ranges as they lie in the cache, the function just gets tensors.
+
+    Raises:
+        StateError, RangeError: As :func:`read_pair`.
+    """
+    if not all(isinstance(each, Handle) and not each.changed for each in (k, v)) or k.turned != v.turned:
+        return function(whole(q), whole(k), whole(v), *args, **kwargs)
+    keys, values = read_pair(k, v)
+    heads_first = k.turned
+    given = (keys.transpose(1, 2), values.transpose(1, 2)) if heads_first else (keys, values)
+    result = function(q, *given, *args, **kwargs)
+    cache = k.store.halves.cache
+    queries = q if heads_first else q.transpose(1, 2)
+    cache.observe(queries)
+    cache.tell_attended(queries, keys.transpose(1, 2), values.transpose(1, 2), *k.slots)
+    return result
 
 
 def _operator(name: str) -> Callable[[Handle, Any], Any]:
@@ -166,6 +216,8 @@ for _each in (*OPERATORS, "__eq__", "__ne__"):
 
 def read_pair(keys: Handle, values: Handle) -> tuple[Tensor, Tensor]:
     """Keys and values of one range of one layer, ``[B, n, heads, head_dim]``, in the memory that all reads share.
+
+    Whether the handles are turned does not matter.
 
     Raises:
         StateError: The handles are of different layers or ranges, stale, or only one half was written yet.

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from quantwm_core.errors import StateError
 from quantwm_models.errors import HostError
 
@@ -74,6 +76,20 @@ def named(instance: object, *names: str) -> bool:
     (True, True, False)
     """
     return any(kind.__name__ in names for kind in type(instance).__mro__)
+
+
+def hooked(module: nn.Module, kind: type) -> bool:
+    """Whether methods of an object of ``kind`` are among a module's forward hooks.
+
+    >>> class Watch:
+    ...     def enter(self, *_): ...
+    >>> layer = nn.Identity()
+    >>> handle = layer.register_forward_pre_hook(Watch().enter)
+    >>> hooked(layer, Watch), hooked(layer, int)
+    (True, False)
+    """
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())  # noqa: SLF001  # torch shows its hooks nowhere else
+    return any(isinstance(getattr(hook, "__self__", None), kind) for hook in hooks)
 
 
 def module_of(instance: object) -> ModuleType:

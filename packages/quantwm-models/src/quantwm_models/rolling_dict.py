@@ -1,4 +1,4 @@
-"""Hosts that keep a dict per layer with tensors ``k`` and ``v`` ``[B, tokens, heads, head_dim]`` that roll.
+"""Hosts that keep a dict, or an object, per layer with tensors ``k`` and ``v`` ``[B, tokens, heads, head_dim]`` that roll.
 
 CausVid, Self-Forcing and what descends from them allocate the dicts in one method and attend in one function, which
 ``forward`` looks up in its module at call time. Both are replaced, from outside: the method, so that the dicts hold
@@ -8,7 +8,7 @@ stores instead of tensors, and the function, so that it understands their ranges
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
@@ -65,7 +65,7 @@ class RollingDict:
         slots: Tells the slots that the host sees instead, given those that it allocates; memory is taken by the chunk.
         kept: More attributes of the pipeline that the host sets while it runs, and that are put back.
         settings: What is set while the cache is attached.
-        assembling: Self-attention layers that put together themselves what they attend to; they take their dict as an
+        assembling: Self-attention layers that put together themselves what they attend to; they take what is theirs as an
             argument.
     """
 
@@ -118,12 +118,13 @@ def _enter(stack: ExitStack, host: RollingDict, allocator: _Allocator) -> None:
     for setting in host.settings:
         stack.enter_context(replaced(*setting))
     stack.enter_context(replaced(host.pipeline, host.allocator, allocator))
+    watching: list[Any] = []  # one for all modules, of which one runs at a time
     for layer in host.attending:
-        stack.enter_context(replaced(layer, "forward", Attention(layer.forward)))
-    for module in host.modules:
-        attention = stack.enter_context(function_replaced(module, host.attention, Attention))
+        stack.enter_context(replaced(layer, "forward", Attention(layer.forward, watching)))
+    functions = [stack.enter_context(function_replaced(each, host.attention, Attention)) for each in host.modules]
+    for watched in (watching, *(function.watching for function in functions)):
         for layer in host.assembling:
-            stack.enter_context(running_layer_known(layer, attention))
+            stack.enter_context(running_layer_known(layer, watched))
 
 
 class _Allocator:
@@ -150,8 +151,9 @@ class _Allocator:
                 self._put_stores(layer, branch, entries, device)
         return result
 
-    def _put_stores(self, layer: int, branch: str, entries: dict[str, Any], device: torch.device) -> None:
-        """Replace the tensors of one layer's dict; they were allocated on the meta device, for their shapes."""
+    def _put_stores(self, layer: int, branch: str, held: object, device: torch.device) -> None:
+        """Replace the tensors of one layer; they were allocated on the meta device, for their shapes."""
+        entries = held if isinstance(held, dict) else Attributes(held)
         for name in ("k", "v"):
             if not isinstance(entries.get(name), Tensor) or entries[name].ndim != 4:
                 raise HostError(
@@ -165,6 +167,40 @@ class _Allocator:
         cache = self.make_cache(layer, branch=branch, sink=sink, workspace=self.workspace)
         shapes = ((each.shape[0], slots, *each.shape[2:]) for each in (keys, values))
         entries["k"], entries["v"] = pair(cache, next(shapes), keys.dtype, device, next(shapes))
+
+
+class Attributes(MutableMapping[str, Any]):
+    """Attributes of an object, with or without slots, as a dict has its entries.
+
+    >>> entries = Attributes(torch.nn.Linear(2, 3))
+    >>> entries["in_features"], "k" in entries
+    (2, False)
+    >>> entries["in_features"] = 4
+    >>> entries["in_features"]
+    4
+    """
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self.owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: object) -> None:
+        setattr(self.owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        slots = (name for kind in type(self.owner).__mro__ for name in getattr(kind, "__slots__", ()))
+        return iter([*getattr(self.owner, "__dict__", ()), *(name for name in slots if hasattr(self.owner, name))])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def on_meta(allocate: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, torch.device]:
@@ -183,8 +219,8 @@ def on_meta(allocate: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[An
     return allocate(*bound.args, **bound.kwargs), device
 
 
-def materialise(entries: dict[str, Any], device: torch.device, *, without: Sequence[str] = ()) -> None:
+def materialise(entries: MutableMapping[str, Any], device: torch.device, *, without: Sequence[str] = ()) -> None:
     """Give a dict's tensors on the meta device their memory, zeros as hosts begin with."""
-    for name, entry in entries.items():
+    for name, entry in list(entries.items()):
         if isinstance(entry, Tensor) and entry.is_meta and name not in without:
             entries[name] = torch.zeros_like(entry, device=device)

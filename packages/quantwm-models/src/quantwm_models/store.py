@@ -91,7 +91,7 @@ class Store(Sized):
 
     def _operation(self, slots: Span, value: object) -> Roll | Write:
         """What an assignment to ``slots`` means."""
-        if isinstance(value, Handle) and value.store is self and not value.changed:
+        if isinstance(value, Handle) and value.store is self and not (value.changed or value.turned):
             if value.slots.tokens != slots.tokens:
                 raise ShapeError(f"{self}: {value} does not fit slots {slots.start} to {slots.stop}")
             value.check_current()

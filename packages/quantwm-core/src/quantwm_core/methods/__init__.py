@@ -27,7 +27,7 @@ def names() -> tuple[str, ...]:
     """Public names of all methods, alphabetically; the project's own win over registered ones of the same name.
 
     >>> names()
-    ('bf16', 'kivi', 'quantwm', 'qvg', 'rtn')
+    ('bf16', 'kivi', 'klt', 'kvtc', 'oscar', 'quantwm', 'qvg', 'rtn')
     """
     own = [module.name for module in pkgutil.iter_modules(__path__)]
     return tuple(sorted({*own, *entry_points(group=ENTRY_POINTS).names}))

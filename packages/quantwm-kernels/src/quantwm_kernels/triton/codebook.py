@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from quantwm_core import codebook as core
 from quantwm_core.errors import DtypeError, ParameterError, ShapeError
 from quantwm_core.integer_table import EXACT_BITS
 from quantwm_kernels.codebook import Metric, index_shape, table_shape
-from quantwm_kernels.launch import LAUNCHES, Launch, on_device, shared_memory
+from quantwm_kernels.launch import LAUNCHES, Launch, ceil_div, on_device, shared_memory
 from quantwm_kernels.triton import integer_table
 from quantwm_kernels.triton.assignment import assign_kernel, nearest_kernel, sum_kernel
 from quantwm_kernels.triton.frame import DIAGONAL, FULL, UNIFORM, frame_kernel, magnitude_kernel, table_kernel
@@ -148,7 +147,7 @@ def add_members(frame: Frame, index: Tensor) -> tuple[Tensor, Tensor]:
     """Sums ``[S, pieces, C, D]`` and numbers ``[S, pieces, C]`` of the tokens of every centroid, FP32."""
     layer = frame.layer
     launch = LAUNCHES["sum_members" if layer.channels <= WIDE else "sum_members_wide"]
-    blocks = triton.cdiv(frame.centroids, launch.blocks["BLOCK_C"])
+    blocks = ceil_div(frame.centroids, launch.blocks["BLOCK_C"])
     per_piece, pieces = layer.split(launch, layer.streams * blocks)
     sums = layer.empty(pieces, frame.centroids, layer.channels, dtype=torch.float32)
     counts = layer.empty(pieces, frame.centroids, dtype=torch.float32)
@@ -284,7 +283,7 @@ def _table(frame: Frame, update: tuple[Tensor, Tensor] | None, kind: tl.constexp
     sums, counts = (frame.table, frame.bias) if update is None else update
     pieces = 0 if update is None else sums.shape[1]
     wide = padded(channels)
-    table_kernel[frame.layer.streams, triton.cdiv(frame.centroids, launch.blocks["ROWS"])](
+    table_kernel[frame.layer.streams, ceil_div(frame.centroids, launch.blocks["ROWS"])](
         frame.table, frame.offset, frame.exponent, frame.table if frame.metric is None else frame.metric, sums, counts,
         frame.high, frame.low, frame.bias, *frame.stored, frame.layer.per_tensor, frame.centroids, pieces, update is not None, final,
         kind.value, final or frame.rounds_are_centred, channels, wide, BLOCK_K=min(wide, 32), **launch.options,

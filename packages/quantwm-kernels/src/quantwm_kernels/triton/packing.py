@@ -9,8 +9,9 @@ from torch import Tensor
 
 from quantwm_core import packing as core
 from quantwm_core.errors import DtypeError, ShapeError
-from quantwm_kernels.launch import LAUNCHES, on_device
+from quantwm_kernels.launch import LAUNCHES, ceil_div, on_device
 from quantwm_kernels.packing import packed_shape, unpacked_shape
+from quantwm_kernels.triton.kernel import kernel
 
 CODES_PER_BYTE: tl.constexpr = tl.constexpr(core.CODES_PER_BYTE)
 CODE_BITS: tl.constexpr = tl.constexpr(8 // core.CODES_PER_BYTE)
@@ -23,7 +24,7 @@ def code_in(word, position):
     return (word >> (position * CODE_BITS)) & CODE_MASK
 
 
-@triton.jit(do_not_specialize=["codes_per_row", "bytes_per_row", "total"])
+@kernel(do_not_specialize=["codes_per_row", "bytes_per_row", "total"])
 def pack_kernel(codes, packed, codes_per_row, bytes_per_row, total, BLOCK: tl.constexpr):
     """Each lane writes one byte; a row's last byte is filled up with zeros."""
     byte_index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -38,7 +39,7 @@ def pack_kernel(codes, packed, codes_per_row, bytes_per_row, total, BLOCK: tl.co
     tl.store(packed + byte_index, byte, mask=inside)
 
 
-@triton.jit(do_not_specialize=["codes_per_row", "bytes_per_row", "total"])
+@kernel(do_not_specialize=["codes_per_row", "bytes_per_row", "total"])
 def unpack_kernel(packed, codes, codes_per_row, bytes_per_row, total, BLOCK: tl.constexpr):
     """Each lane writes one code."""
     code_index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -119,5 +120,5 @@ def _launch(kernel: triton.JITFunction, name: str, source: Tensor, target: Tenso
     """Launch a kernel with a lane per element of ``target``; nothing to write is no launch."""
     if target.numel():
         launch = LAUNCHES[name]
-        grid = (triton.cdiv(target.numel(), launch.blocks["BLOCK"]),)
+        grid = (ceil_div(target.numel(), launch.blocks["BLOCK"]),)
         kernel[grid](source, target, codes, size, target.numel(), **launch.options)

@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from quantwm_core import psac as core
 from quantwm_core.errors import ShapeError
-from quantwm_kernels.launch import LAUNCHES, on_device
+from quantwm_kernels.launch import LAUNCHES, ceil_div, on_device
 from quantwm_kernels.psac import PsacCode, coefficient_shape, decoded_shape
 from quantwm_kernels.triton.arithmetic import rounded
+from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Layer, padded, rows_of
 from quantwm_kernels.triton.packing import pack_nibbles, unpack_nibbles
 
 BITS_PER_BYTE = 8
 
 
-@triton.jit
+@kernel()
 def projection_kernel(basis, matrix, CHANNELS: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr,
                       RANK_2: tl.constexpr):  # fmt: skip
     """``U (U^T U)^-1`` of a stream. Gauss-Jordan without pivoting: symmetric and positive."""
@@ -49,7 +49,7 @@ def projection_kernel(basis, matrix, CHANNELS: tl.constexpr, RANK: tl.constexpr,
     tl.store(matrix + place, tl.dot(wide, right, input_precision="ieee"), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=["tokens"])
 def project_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, matrix, coefficients, peaks, tokens,
     CHANNELS: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr, RANK_2: tl.constexpr, TILE: tl.constexpr,
@@ -71,7 +71,7 @@ def project_kernel(
     tl.store(peaks + place, peak, mask=direction < RANK)
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks", "threshold"])
+@kernel(do_not_specialize=["tokens", "blocks", "threshold"])
 def quantize_kernel(
     coefficients, peaks, energies, scales, steps, non_zero, tokens, blocks, threshold,
     THRESHOLD: tl.constexpr, MOST: tl.constexpr, CHANNELS: tl.constexpr, RANK: tl.constexpr, RANK_2: tl.constexpr,
@@ -143,7 +143,7 @@ def quantize(
     steps = torch.empty(coefficients.shape, dtype=torch.int8, device=coefficients.device)
     launch = LAUNCHES["quantize_coefficients"]
     blocks = peaks.shape[1]
-    quantize_kernel[streams, triton.cdiv(tokens, launch.blocks["TILE"])](
+    quantize_kernel[streams, ceil_div(tokens, launch.blocks["TILE"])](
         coefficients, peaks, energies, scales, steps, non_zero, tokens, blocks, float(threshold), threshold > 0,
         core.COEFFICIENT_MAX[bits], channels, rank, padded(rank, 1), padded(blocks, 1), **launch.options,
     )  # fmt: skip
@@ -254,7 +254,7 @@ def _projected(error: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     matrix = projection_of(basis.reshape(layer.streams, *basis.shape[-2:]))
     rank, tile = basis.shape[-1], launch.blocks["TILE"]
     coefficients = layer.empty(layer.tokens, rank, dtype=torch.float32)
-    peaks = layer.empty(triton.cdiv(layer.tokens, tile), rank, dtype=torch.float32)
+    peaks = layer.empty(ceil_div(layer.tokens, tile), rank, dtype=torch.float32)
     project_kernel[layer.streams, peaks.shape[1]](
         *layer.source, matrix, coefficients, peaks, layer.tokens, layer.channels, rank, padded(layer.channels),
         padded(rank), **launch.options,

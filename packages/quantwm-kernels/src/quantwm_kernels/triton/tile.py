@@ -13,6 +13,7 @@ from quantwm_kernels.recipe import Form
 from quantwm_kernels.triton.clustered import (
     CODES,
     EXACT_BITS,
+    bytes_at,
     centroid,
     centroid_rows,
     channel_residual,
@@ -34,12 +35,15 @@ from quantwm_kernels.triton.compensation import (
 )
 from quantwm_kernels.triton.domain import to_bf16
 from quantwm_kernels.triton.minmax import minima_at, minmax
+from quantwm_kernels.triton.transform import transformed, transformed_part
 
 EXACT: tl.constexpr = tl.constexpr(int(Form.EXACT))
 AFFINE: tl.constexpr = tl.constexpr(int(Form.AFFINE))
 SYMMETRIC: tl.constexpr = tl.constexpr(int(Form.SYMMETRIC))
 CHANNEL_AFFINE: tl.constexpr = tl.constexpr(int(Form.CHANNEL_AFFINE))
 CHANNEL_MINMAX: tl.constexpr = tl.constexpr(int(Form.CHANNEL_MINMAX))
+TRANSFORM: tl.constexpr = tl.constexpr(int(Form.TRANSFORM))
+ROTATED: tl.constexpr = tl.constexpr(int(Form.ROTATED))
 
 
 @triton.jit
@@ -56,6 +60,9 @@ def opened(
     if FORM == EXACT:
         codes = halves_at(tl.load(row + CODES), stream * tokens * CHANNELS)
         scales, zeros = codes, codes
+    elif FORM == TRANSFORM or FORM == ROTATED:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
+        codes = bytes_at(tl.load(row + CODES), 0)
+        scales, zeros = codes, codes
     else:
         codes = codes_at(row, stream, tokens, CHANNELS, LANES)
         if FORM == AFFINE or FORM == SYMMETRIC:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
@@ -68,7 +75,7 @@ def opened(
     if STAGES:
         index, table, last_row = stage_at(row, stream, tokens, 0, CHANNELS, TABLE_BITS)
     compensated, kept, flag, dense, bitmap, counts, values, size = 0, 0, 0, 0, 0, 0, 0, 0
-    if RANK:
+    if RANK and FORM != TRANSFORM and FORM != ROTATED:  # noqa: PLR1714 - Triton compiles no membership test
         flag, place, compensated = place_of(row, stream, SPARSE)
         dense, bitmap, counts, values, size = steps_at(row, place, tokens, RANK, SPARSE)
         kept = kept_directions(row, stream, compensated, CHANNELS, RANK, WORDS * LANES, LANES)
@@ -220,6 +227,23 @@ def parts(
 
 
 @triton.jit
+def transformed_parts(
+    row, stream, total, PART: tl.constexpr, COUNT: tl.constexpr, FORM: tl.constexpr, CHANNELS: tl.constexpr,
+    WORDS: tl.constexpr, LANES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """BF16 ``[tokens, COUNT * 4 * LANES]`` of ``COUNT`` parts of a product, a power of two, from part ``PART``."""
+    if COUNT > 1:
+        left = transformed_parts(row, stream, total, PART, COUNT // 2, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS)
+        right = transformed_parts(
+            row, stream, total, PART + COUNT // 2, COUNT // 2, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS
+        )
+        number = beside(left, right, BLOCK_TOKENS, WORDS_PER_PART * LANES * (COUNT // 2))
+    else:
+        number = transformed_part(row, stream, total, PART, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS)
+    return number
+
+
+@triton.jit
 def reconstructed(
     row, stream, tokens, codes, scales, zeros, super_scale, index, table, last_row,
     compensated, kept, flag, dense, bitmap, counts, values, size, four, first, local,
@@ -244,6 +268,14 @@ def reconstructed(
             row, stream, tokens, codes, scales, zeros, super_scale, table, chosen, product, four, first, local, exists,
             0, WORDS // WORDS_PER_PART, FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
+    elif FORM == TRANSFORM or FORM == ROTATED:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
+        total = transformed(
+            row, stream, tokens, 0, first, local, exists,
+            FORM, CHANNELS, GROUP, RANK, False, WORDS * LANES, LANES, BLOCK_TOKENS,
+        )  # fmt: skip
+        number = transformed_parts(
+            row, stream, total, 0, WORDS // WORDS_PER_PART, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS
+        )
     else:
         number = simple(
             codes, scales, zeros, super_scale, four, first, local, exists, tokens,

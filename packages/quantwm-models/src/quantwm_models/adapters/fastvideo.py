@@ -1,7 +1,9 @@
-"""``fastvideo``: FastVideo's causal Wan, as the stage of its pipeline that denoises (``CausalDMDDenosingStage``).
+"""``fastvideo``: FastVideo's causal Wan and Matrix-Game 2, as the stage of a pipeline that denoises.
 
-FastVideo's LongCat-Video is served by ``longcat_video``. Keys are cached after RoPE, as ``rope_cache_policy="absolute"``
-has them; the other policy caches them before, and rotates them anew for each read, and is refused.
+These are ``CausalDMDDenosingStage`` and ``MatrixGame2CausalDenoisingStage``. FastVideo's LingBot-World 2 is served by
+``lingbot_world``, its LongCat-Video by ``longcat_video``. Keys are cached after RoPE, as ``rope_cache_policy="absolute"``
+has them; the other policy caches them before, and rotates them anew for each read, and is refused. The caches of
+Matrix-Game's action modules stay the host's own.
 """
 
 from __future__ import annotations
@@ -10,17 +12,21 @@ from collections.abc import Callable
 from typing import Any
 
 from quantwm_models.errors import HostError
-from quantwm_models.patching import named
+from quantwm_models.patching import forward_of, named
 from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
 
 _POLICY = "absolute"
+_STAGES = {
+    "CausalDMDDenosingStage": "CausalWanTransformer3DModel",
+    "MatrixGame2CausalDenoisingStage": "CausalMatrixGame2WanModel",
+}
+_DENSE = "scaled_dot_product_attention"
 
 
 def matches(pipeline: object) -> bool:
-    """Whether an object is the stage, or derived from one, around a causal Wan."""
-    return named(pipeline, "CausalDMDDenosingStage") and named(
-        getattr(pipeline, "transformer", None), "CausalWanTransformer3DModel"
-    )
+    """Whether an object is one of these stages, or derived from one, around its transformer."""
+    transformer = getattr(pipeline, "transformer", None)
+    return any(named(pipeline, stage) and named(transformer, model) for stage, model in _STAGES.items())
 
 
 def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
@@ -45,6 +51,8 @@ def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
         )
     if getattr(pipeline, "transformer_2", None) is not None:
         raise HostError(f"{type(pipeline).__qualname__}: two transformers with a cache each are not served")
+    if _DENSE in forward_of(layers[0]).__code__.co_names:
+        attending = []  # PyTorch's function reads the ranges itself; the module beside it serves training
 
     def sink(slots: int) -> int:
         frames = pipeline.local_attn_size if pipeline.local_attn_size != -1 else pipeline.sliding_window_num_frames

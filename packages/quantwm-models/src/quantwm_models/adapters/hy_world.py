@@ -22,7 +22,7 @@ from quantwm_models.attention_hook import Attention, Replacement, function_repla
 from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostError
-from quantwm_models.patching import module_of, named, restored
+from quantwm_models.patching import hooked, module_of, named, restored
 from quantwm_models.rebuilt import Sealed, rebuild
 from quantwm_models.rolling_dict import MakeCache
 from quantwm_models.two_kinds import Transforms, stored_once
@@ -73,7 +73,7 @@ class HyWorld:
         for each in (name, *(transforms if self.once else ())):
             if not callable(getattr(module, each, None)):
                 raise HostError(f"module {module.__name__}: need a function {each!r}, which is not there")
-        if any(isinstance(getattr(hook, "__self__", None), _Layer) for hook in blocks[0]._forward_pre_hooks.values()):  # noqa: SLF001  # torch shows its hooks nowhere else
+        if hooked(blocks[0], _Layer):
             raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
         workspace = Workspace()
         with ExitStack() as stack:

@@ -1,5 +1,7 @@
 """``lingbot_world``: LingBot-World v2 (``WanI2VCausal``), distilled and pretrained, on one GPU or with Ulysses.
 
+FastVideo's stage that generates (``LingBotWorld2CausalFastGenerationStage``) has the same allocator and layers.
+
 Keys are cached after RoPE with absolute positions; with sequence parallelism after the exchange of heads, so that each
 rank holds all tokens of its own heads and seals them alone. The dicts live as long as one ``generate`` call; FSDP hands
 copies of them to the model, which hold the same stores.
@@ -19,8 +21,8 @@ _GUIDED = "_generate_causal_pretrain"
 
 
 def matches(pipeline: object) -> bool:
-    """Whether an object is the pipeline, or derived from it."""
-    return named(pipeline, "WanI2VCausal")
+    """Whether an object is the pipeline or the stage, or derived from one."""
+    return named(pipeline, "WanI2VCausal", "LingBotWorld2CausalFastGenerationStage")
 
 
 def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
@@ -29,13 +31,14 @@ def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
     Raises:
         HostError: The object lacks what the pipeline has.
     """
+    model = "transformer" if hasattr(pipeline, "transformer") else "model"
     try:
-        layers = [block.self_attn for block in pipeline.model.blocks]
+        layers = [block.self_attn for block in getattr(pipeline, model).blocks]
         first = layers[0]
         sizes = (first.sink_size, first.local_attn_size)
     except (AttributeError, IndexError) as error:
         raise HostError(
-            f"{type(pipeline).__qualname__}: need .model.blocks of .self_attn with .sink_size and .local_attn_size: "
+            f"{type(pipeline).__qualname__}: need .{model}.blocks of .self_attn with .sink_size and .local_attn_size: "
             f"{error}"
         ) from error
     del sizes  # read again at each allocation, since a user may set them in between

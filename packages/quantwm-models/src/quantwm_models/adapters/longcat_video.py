@@ -21,7 +21,7 @@ from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostError
 from quantwm_models.offload import Offload
-from quantwm_models.patching import named, restored
+from quantwm_models.patching import hooked, named, restored
 from quantwm_models.rebuilt import Sealed, rebuild
 from quantwm_models.rolling_dict import MakeCache
 from quantwm_models.rotary import before_rotation, turned
@@ -63,8 +63,7 @@ class LongCatVideo:
             raise HostError(
                 f"{type(pipeline).__qualname__}: need .blocks of .attn or .self_attn with .rope_3d.freqs_dict: {error}"
             ) from error
-        hooks = (hook for rotation in rotations for hook in rotation._forward_hooks.values())  # noqa: SLF001  # torch shows its hooks nowhere else
-        if any(isinstance(getattr(hook, "__self__", None), _Layer) for hook in hooks):
+        if any(hooked(rotation, _Layer) for rotation in rotations):
             raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
         workspace, offload = Workspace(), Offload()
         with ExitStack() as stack:
