@@ -42,7 +42,7 @@ SIZES = {
 }
 """Directions of either, and the paper's centroids for units of that model."""
 
-TRANSFORMS = ("oscar", *(f"{name}:bits={bits}" for name in ("kvtc", "klt") for bits in (1, 1.5, 2, 2.5, 3)))
+TRANSFORMS = ("oscar", "kvtc:bits=2", "kvtc:bits=3", *(f"klt:bits={bits}" for bits in (1.5, 2, 2.5, 3)))
 """The transform code and its relatives, where they are installed."""
 
 
