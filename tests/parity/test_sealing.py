@@ -360,7 +360,7 @@ def test_nothing_is_waited_for_while_a_chunk_is_begun(gpu: torch.device) -> None
     keys, values = (torch.randn(1, 4, 300, 128, device=gpu).bfloat16() for _ in range(2))
     moment = QueryMoment(torch.randn(1, 4, 200, 128, device=gpu).mT @ torch.randn(1, 4, 200, 128, device=gpu), 200)
     moment = QueryMoment(moment.mean @ moment.mean.mT, 200)
-    schemes = [make_scheme(name) for name in core_methods.names()]
+    schemes = [*(make_scheme(name) for name in core_methods.names()), make_scheme("quantwm", preset="sharp")]
     for scheme in schemes:  # compiled, and pinned memory cached
         methods.seal_chunk(scheme, keys, values, moment)
     torch.cuda.synchronize()
@@ -373,16 +373,18 @@ def test_nothing_is_waited_for_while_a_chunk_is_begun(gpu: torch.device) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", core_methods.names())
+@pytest.mark.parametrize("name", [*core_methods.names(), "sharp"])
 def test_a_sealed_unit_is_read_back(gpu: torch.device, name: str) -> None:
     keys, values = (torch.randn(2, 3, 300, 64, device=gpu).bfloat16() for _ in range(2))
-    made = core_methods.get(name)
-    chunk = methods.seal_chunk(make_scheme(name), keys, values)
+    scheme = make_scheme("quantwm", preset=name) if name == "sharp" else make_scheme(name)
+    made = scheme.keys
+    queries = torch.randn(2, 3, 200, 64, device=gpu)
+    chunk = methods.seal_chunk(scheme, keys, values, QueryMoment(queries.mT @ queries / 200, 200))
     for sealed, exact in ((chunk.keys, keys), (chunk.values, values)):
         out = torch.empty_like(exact)
         methods.decode_into(sealed, out)
         want = to_torch(np.array(made.decode(numpy_of(sealed))))
         assert_close("decoded", out, want, TOLERANCES["decoded"])
         assert to_numpy(out.cpu()).shape == sealed.shape
-    single = methods.seal(made, "keys", keys)
-    assert single.nbytes == chunk.keys.nbytes
+    single = methods.seal(made, "values", values)
+    assert single.nbytes == chunk.values.nbytes
