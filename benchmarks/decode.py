@@ -29,7 +29,7 @@ from torch import Tensor
 
 from benchmarks import peer
 from quantwm_core.method import decode_tensor
-from quantwm_core.packing import packed_size
+from quantwm_core.packing import nibble_size, packed_size
 from quantwm_kernels.bridge import to_torch
 from quantwm_kernels.chunk import SealedChunk, SealedTensor
 from quantwm_kernels.launch import LAUNCHES, Launch
@@ -45,8 +45,9 @@ SHAPES = {
     "causal-forcing-1": (4680, 12, 128),
     "matrix-game": (2640, 12, 128),
 }
-METHODS = ("quantwm", "qvg", "bf16")
+METHODS = ("quantwm", "sharp", "qvg", "bf16")  # sharp: the preset of quantwm
 CENTROIDS, GROUP, RANK = 256, 64, 8
+SHARP_GROUP, SHARP_RANK = 32, 16
 RESULTS = Path(__file__).parent / "results" / "decode.jsonl"
 REPEATS, CALLS = 15, 10
 COPY_NBYTES = 1 << 30
@@ -55,7 +56,7 @@ COPY_NBYTES = 1 << 30
 def random_tensor(kind: str, method: str, shape: tuple[int, int, int], generator: torch.Generator) -> SealedTensor:
     """A sealed tensor of random bytes whose scales, centroids and basis are of ordinary size."""
     tokens, heads, channels = shape
-    device, groups = generator.device, channels // GROUP
+    device, groups = generator.device, channels // (SHARP_GROUP if method == "sharp" else GROUP)
 
     def integers(low: int, high: int, *size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.randint(low, high, (1, heads, *size), dtype=dtype, device=device, generator=generator)
@@ -67,19 +68,26 @@ def random_tensor(kind: str, method: str, shape: tuple[int, int, int], generator
     if method == "bf16":
         return SealedTensor(method, {}, full, {"exact": normal(tokens, channels)})
     arrays = {
-        "codes": integers(0, 256 if method == "quantwm" else 255, tokens, packed_size(channels)),
+        "codes": integers(0, 255 if method == "qvg" else 256, tokens, packed_size(channels)),
         "scales": integers(0x30, 0x7F, tokens, groups).view(torch.float8_e4m3fn),
         "index": integers(0, CENTROIDS, tokens),
         "centroids": normal(CENTROIDS, channels),
     }
-    if method == "quantwm":
+    if method != "qvg":
         arrays["zero_points"] = integers(0, 256, packed_size(tokens * groups))
         arrays["super_scale"] = torch.full((1, heads), 2.0**-8, device=device)
+    if method == "sharp":
+        arrays["centroids"] = integers(0, 256, CENTROIDS, nibble_size(channels))
+        arrays["centroid_scales"] = normal(channels).abs() / 8
         if kind == "keys":
-            arrays["basis"] = normal(channels, RANK) / channels**0.5
-            arrays["coefficient_scales"] = normal(RANK).abs() / 64
-            arrays["coefficients"] = integers(-127, 128, tokens, RANK, dtype=torch.int8)[0]
-    return SealedTensor(method, {}, full, arrays)
+            arrays["basis"] = normal(channels, SHARP_RANK) / channels**0.5
+            arrays["coefficient_scales"] = normal(SHARP_RANK).abs() / 4
+            arrays["coefficients"] = integers(0, 256, tokens, nibble_size(SHARP_RANK))[0]
+    if method == "quantwm" and kind == "keys":
+        arrays["basis"] = normal(channels, RANK) / channels**0.5
+        arrays["coefficient_scales"] = normal(RANK).abs() / 64
+        arrays["coefficients"] = integers(-127, 128, tokens, RANK, dtype=torch.int8)[0]
+    return SealedTensor("quantwm" if method == "sharp" else method, {}, full, arrays)
 
 
 def random_chunk(method: str, shape: tuple[int, int, int], seed: int, device: torch.device) -> SealedChunk:

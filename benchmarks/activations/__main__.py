@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.activations import minilm, room, whisper
 from benchmarks.activations.harness import measure
-from benchmarks.activations.methods import LABELS
+from benchmarks.activations.methods import labels as default_labels
 from benchmarks.activations.recording import Recording
 from benchmarks.activations.table import markdown
 
@@ -43,14 +43,14 @@ def recordings(arguments: argparse.Namespace) -> Iterator[Recording]:
 def run(arguments: argparse.Namespace) -> None:
     """Measure, and write the lines."""
     path = RESULTS / f"activations-{arguments.model}.jsonl"
-    labels = arguments.methods or LABELS[arguments.model]
+    labels = arguments.methods or default_labels(arguments.model)
     old = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     rows = [row for row in old if row["method"] not in labels]
     began = time.perf_counter()
     for recording in recordings(arguments):
         rows += [measure(recording, label, CHUNKS[arguments.model]).row() for label in labels]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{recording.source}, layer {recording.layer}: {time.perf_counter() - began:.0f} s", flush=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.activations.recording import Recording
 from quantwm_core import archive, attention
 from quantwm_core.archive import Dump
-from quantwm_core.chunk import SealedChunk
+from quantwm_core.chunk import SealedChunk, SealedTensor
 from quantwm_eval.experiment import MethodChoice
 
 AHEAD = 3
@@ -28,8 +28,9 @@ class Score:
     Attributes:
         model, source, layer: Where the recording is from.
         method: Label.
-        key_bits, value_bits: Bits an element that the units' arrays take.
-        state_bits: Bits an element, of keys and values together, that query statistics take at the end of the recording.
+        key_bits, value_bits: Bits an element that the units' own arrays take.
+        shared_bits: Bits an element, of keys and values together, that arrays shared by units take, over the whole recording.
+        state_bits: Likewise, what query statistics take.
         logit_error: Squared error of the logits over their variance, both centred.
         selection_shift: Share of queries whose largest logit moves.
         attention_kl: Divergence of the attention, nats.
@@ -43,6 +44,7 @@ class Score:
     method: str
     key_bits: float
     value_bits: float
+    shared_bits: float
     state_bits: float
     logit_error: float
     selection_shift: float
@@ -100,13 +102,20 @@ def measure(recording: Recording, label: str, chunk_tokens: int) -> Score:
         raise ValueError(f"{tokens} tokens in chunks of {chunk_tokens}: no unit has both a past and a future")
     errors = np.mean([scored(dump, chunk, chunk_tokens) for chunk in later], axis=0)
     bits = [
-        8
-        * sum(getattr(chunk, kind).nbytes for chunk in later)
-        / sum(getattr(chunk, kind).bf16_nbytes / 2 for chunk in later)
-        for kind in ("keys", "values")
-    ]
-    channels = dump.keys.shape[3]
-    state = 8 * 4 * channels * channels / (tokens * 2 * channels) if scheme.uses_queries else 0.0
-    return Score(
-        recording.model, recording.source, recording.layer, label, *(float(f) for f in (*bits, state, *errors))
-    )
+        8 * sum(tensor.nbytes - sum(shared_arrays(tensor).values()) for tensor in tensors)
+        / sum(tensor.bf16_nbytes / 2 for tensor in tensors)
+        for tensors in ([chunk.keys for chunk in later], [chunk.values for chunk in later])
+    ]  # fmt: skip
+    elements = sum(chunk.bf16_nbytes for chunk in chunks) / 2
+    shared: dict[int, int] = {}
+    for chunk in chunks:
+        shared |= shared_arrays(chunk.keys) | shared_arrays(chunk.values)
+    state = 4 * dump.keys.shape[1] * dump.keys.shape[3] ** 2 if scheme.uses_queries else 0
+    bits += [8 * sum(shared.values()) / elements, 8 * state / elements]
+    where = (recording.model, recording.source, recording.layer)
+    return Score(*where, label, *(float(figure) for figure in (*bits, *errors)))
+
+
+def shared_arrays(tensor: SealedTensor) -> dict[int, int]:
+    """Bytes of the arrays that a tensor shares with other units, by identity."""
+    return {id(array): array.nbytes for name, array in tensor.arrays.items() if name.startswith("shared_")}

@@ -5,6 +5,8 @@ The rank follows the head dimension: D / 16 directions for the paper's method, D
 
 from __future__ import annotations
 
+from quantwm_core import methods
+
 BASELINES = ("rtn", "kivi:residual_length=0", "qvg", "qvg:quantizer=affine")
 PAPER = "quantwm:rank={paper}"
 SHARP = "quantwm:preset=sharp:rank={sharp}"
@@ -40,13 +42,13 @@ SIZES = {
 }
 """Directions of either, and the paper's centroids for units of that model."""
 
-LABELS: dict[str, tuple[str, ...]] = {
-    model: tuple(
-        dict.fromkeys(
-            label.format(**sizes)
-            for label in (*BASELINES, PAPER, SHARP, *SMALLER, *ALONE, *WITHOUT)
-            if not (model == "minilm" and "group_size=64" in label)  # a head has 32 channels
-        )
-    )
-    for model, sizes in SIZES.items()
-}
+TRANSFORMS = ("oscar", "kvtc:bits=2", "kvtc:bits=3", *(f"klt:bits={bits}" for bits in (1.5, 2, 2.5, 3)))
+"""The transform code and its relatives, where they are installed."""
+
+
+def labels(model: str) -> tuple[str, ...]:
+    """What is measured on a model: every ablation on the demo world, the preset's three main ones elsewhere."""
+    ablations = (*ALONE, *WITHOUT) if model == "room" else WITHOUT[:3]
+    transforms = tuple(label for label in TRANSFORMS if label.partition(":")[0] in methods.names())
+    wanted = (*BASELINES, PAPER, SHARP, *SMALLER, *ablations, *transforms)
+    return tuple(dict.fromkeys(label.format(**SIZES[model]) for label in wanted))

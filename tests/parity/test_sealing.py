@@ -158,16 +158,20 @@ def check_residual(sealed: CoreTensor, residual: np.ndarray, size: int, method: 
     """Codes of the residual that our codebook and index leave."""
     code: Any = affine.encode(residual, size) if "zero_points" in sealed.arrays else symmetric.encode(residual, size)
     if method.name == "quantwm":
-        code = searched(sealed, residual, size, method.scale_candidates)
-        if method.rounding == "feedback" and moment is not None:
+        fed = method.rounding == "feedback" and moment is not None
+        code = searched(sealed, residual, size, method.scale_candidates, fed=fed)
+        if fed and moment is not None:
             check_feedback(sealed, residual, code, rounding.feedback(moment.mean, sealed.arrays.get("basis")))
             return
     for name, want in vars(code).items():
         assert_bits(name, sealed.arrays[name], want)
 
 
-def searched(sealed: CoreTensor, residual: np.ndarray, size: int, candidates: int) -> affine.AffineCode:
-    """The reference's code; where another share of the range loses as little, the one that was stored."""
+def searched(sealed: CoreTensor, residual: np.ndarray, size: int, candidates: int, *, fed: bool) -> affine.AffineCode:
+    """The reference's code; where another share of the range loses as little, the one that was stored.
+
+    ``fed``: the stored codes are chosen with feedback, so they do not say what the search saw.
+    """
     best = affine.encode(residual, size, candidates)
     if candidates == 1:
         return best
@@ -176,7 +180,6 @@ def searched(sealed: CoreTensor, residual: np.ndarray, size: int, candidates: in
         np.square(residual - affine.decode(each)).reshape(*best.scales.shape, size).sum(-1) for each in (ours, best)
     ]
     same = ours.scales.view(np.uint8) == best.scales.view(np.uint8)
-    fed = "basis" in sealed.arrays  # codes with feedback do not say what the search saw
     assert fed or (lost[0] <= lost[1] * (1 + 1e-5) + 1e-30)[~same].all()
     assert (~same).mean() <= TOLERANCES["searched"].share
     return rounding.refine(residual, ours, np.zeros((*residual.shape[:2], *residual.shape[-1:] * 2), np.float32))
@@ -357,7 +360,7 @@ def test_nothing_is_waited_for_while_a_chunk_is_begun(gpu: torch.device) -> None
     keys, values = (torch.randn(1, 4, 300, 128, device=gpu).bfloat16() for _ in range(2))
     moment = QueryMoment(torch.randn(1, 4, 200, 128, device=gpu).mT @ torch.randn(1, 4, 200, 128, device=gpu), 200)
     moment = QueryMoment(moment.mean @ moment.mean.mT, 200)
-    schemes = [make_scheme(name) for name in core_methods.names()]
+    schemes = [*(make_scheme(name) for name in core_methods.names()), make_scheme("quantwm", preset="sharp")]
     for scheme in schemes:  # compiled, and pinned memory cached
         methods.seal_chunk(scheme, keys, values, moment)
     torch.cuda.synchronize()
@@ -370,16 +373,18 @@ def test_nothing_is_waited_for_while_a_chunk_is_begun(gpu: torch.device) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", core_methods.names())
+@pytest.mark.parametrize("name", [*core_methods.names(), "sharp"])
 def test_a_sealed_unit_is_read_back(gpu: torch.device, name: str) -> None:
     keys, values = (torch.randn(2, 3, 300, 64, device=gpu).bfloat16() for _ in range(2))
-    made = core_methods.get(name)
-    chunk = methods.seal_chunk(make_scheme(name), keys, values)
+    scheme = make_scheme("quantwm", preset=name) if name == "sharp" else make_scheme(name)
+    made = scheme.keys
+    queries = torch.randn(2, 3, 200, 64, device=gpu)
+    chunk = methods.seal_chunk(scheme, keys, values, QueryMoment(queries.mT @ queries / 200, 200))
     for sealed, exact in ((chunk.keys, keys), (chunk.values, values)):
         out = torch.empty_like(exact)
         methods.decode_into(sealed, out)
         want = to_torch(np.array(made.decode(numpy_of(sealed))))
         assert_close("decoded", out, want, TOLERANCES["decoded"])
         assert to_numpy(out.cpu()).shape == sealed.shape
-    single = methods.seal(made, "keys", keys)
-    assert single.nbytes == chunk.keys.nbytes
+    single = methods.seal(made, "values", values)
+    assert single.nbytes == chunk.values.nbytes
