@@ -44,6 +44,7 @@ WITHOUT_NAMESAKE = {
     "triton.compensation": "the reading half of psac",
     "triton.reading": "many units in one launch",
     "triton.tile": "the reading half of clustered, minmax and psac",
+    "triton.transform_sealing": "transform on a device, all streams together",
     "methods.begin_chunk": "NumPy seals at once",
     "methods.decode_into": "core returns an array, a workspace is written in place",
     "methods.seal": "a method of core's Method, which here is a function",
