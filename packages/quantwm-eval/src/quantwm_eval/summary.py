@@ -17,11 +17,13 @@ MAIN = (
     ("state_bytes", "walk"),
     ("psnr", "walk"),
     ("ssim", "walk"),
+    ("lpips", "walk"),
     ("temporal_flickering", "walk"),
     ("excess_flicker", "walk"),
     ("excess_flicker_max", "walk"),
     ("selection_shift", "walk"),
     ("logit_error", "walk"),
+    ("drift", "walk"),
     ("balls_redrawn", "look-away"),
     ("seconds", "walk"),
 )
