@@ -59,6 +59,7 @@ WITHOUT_NAMESAKE = {
 OF_LAYERS = {
     "affine": "Codes Projection Residual as_e4m3 encode_layer group_sizes largest_ranges",
     "codebook": "Frame add_members assign begin framed magnitudes_of prepare rank refine",
+    "directions": "packed shifts_of",
     "psac": "laid_out projection_of quantize",
     "qsac": "choose_layer",
     "statistics": "write_sensitivity",
