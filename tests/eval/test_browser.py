@@ -78,6 +78,41 @@ def test_the_keyboard_steps_every_video_to_the_same_frame(page: Tab) -> None:
     assert page.evaluate("document.querySelectorAll('[data-reel][aria-pressed=true]')[0].dataset.reel") == "1"
 
 
+def test_the_wipe_shows_one_video_left_of_the_line_and_another_right_of_it(page: Tab) -> None:
+    pause = "if (document.getElementById('play').getAttribute('aria-label') === 'Pause') document.getElementById('play').click()"
+    page.evaluate(pause)
+    page.evaluate(PAUSE.format(300))
+    assert page.evaluate("[...document.getElementById('left').options].map(o => o.value)") == [
+        "truth",
+        "bf16",
+        "rtn",
+        "quantwm",
+    ]
+    assert page.evaluate("[left.value, right.value]") == ["bf16", "quantwm"]
+    page.evaluate(
+        "left.value = 'truth'; right.value = 'rtn'; split.value = 25; split.dispatchEvent(new Event('input'))"
+    )
+    # Mean difference from each of the two videos, left and right of the line.
+    found = page.evaluate(
+        """(() => {
+          const {width, height} = both, edge = width / 4;
+          const shown = [...document.querySelectorAll(".reel:not([hidden]) figure")];
+          const pixels = (source, from, to) => {
+            const copy = new OffscreenCanvas(width, height).getContext("2d");
+            copy.drawImage(source, 0, 0);
+            return copy.getImageData(from, 0, to - from, height).data;
+          };
+          const apart = (a, b) => a.reduce((sum, x, i) => sum + Math.abs(x - b[i]), 0) / a.length;
+          const videos = [0, 2].map((index) => shown[index].querySelector(".plain"));
+          return [[0, edge - 2], [edge + 2, width]].map((part) => videos.map((video) => apart(pixels(both, ...part), pixels(video, ...part))));
+        })()"""
+    )
+    (left_truth, left_rtn), (right_truth, right_rtn) = found
+    assert left_truth == right_rtn == 0
+    assert min(left_rtn, right_truth) > 0
+    assert page.complaints == []
+
+
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_wider_than_the_screen(page: Tab, width: int, tmp_path: Path) -> None:
     page.resize(width, 900)
