@@ -1,8 +1,8 @@
 """Reading a sealed layer: share of the copy bandwidth that reconstruction of keys and values reaches.
 
-    python benchmarks/decode.py                      all shapes, parity first
-    python benchmarks/decode.py --shape longcat --method quantwm
-    python benchmarks/decode.py --sweep              other launch parameters too; the best of each shape last
+    python -m benchmarks.decode                      all shapes, parity first
+    python -m benchmarks.decode --shape longcat --method quantwm
+    python -m benchmarks.decode --sweep              other launch parameters too; the best of each shape last
 
 Sealed units are made of random bytes, so nothing has to be encoded. Bytes are those of storage, read once, and of BF16
 keys and values, written once. Bandwidth of a copy counts bytes read plus bytes written. A line of JSON per
@@ -27,12 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import peer
 from quantwm_core.method import decode_tensor
-from quantwm_core.packing import packed_size
+from quantwm_core.packing import nibble_size, packed_size
 from quantwm_kernels.bridge import to_torch
 from quantwm_kernels.chunk import SealedChunk, SealedTensor
 from quantwm_kernels.launch import LAUNCHES, Launch
-from quantwm_kernels.reading import Piece, ReadPlan
+from quantwm_kernels.reading import Piece, ReadPlan, launch_of
+from quantwm_kernels.recipe import Recipe, describe
 
 # Tokens, heads, head dimension of one layer's sealed unit.
 SHAPES = {
@@ -43,17 +45,50 @@ SHAPES = {
     "causal-forcing-1": (4680, 12, 128),
     "matrix-game": (2640, 12, 128),
 }
-METHODS = ("quantwm", "qvg", "bf16")
+METHODS = ("quantwm", "sharp", "qvg", "klt", "oscar", "bf16")  # sharp: the preset of quantwm
 CENTROIDS, GROUP, RANK = 256, 64, 8
+SHARP_GROUP, SHARP_RANK = 32, 16
 RESULTS = Path(__file__).parent / "results" / "decode.jsonl"
 REPEATS, CALLS = 15, 10
 COPY_NBYTES = 1 << 30
 
 
+def random_products(method: str, shape: tuple[int, int, int], generator: torch.Generator) -> dict[str, Tensor]:
+    """Arrays of a transform code of two bits an element, nine of sixteen directions coded, or of a rotation."""
+    tokens, heads, channels = shape
+    device = generator.device
+    counts = [channels // 128, channels // 32, channels // 32] if method == "klt" else [0, 0, channels // 8]
+    coded = 8 * sum(counts) * heads
+
+    def integers(*size: int) -> Tensor:
+        return torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
+
+    def steps(*size: int) -> Tensor:
+        return torch.rand(size, device=device, generator=generator).bfloat16() / 64
+
+    arrays = {
+        "shared_basis": integers(coded, channels).view(torch.int8),
+        "shared_basis_scales": steps(coded),
+        "shared_basis_blocks": torch.full((1, heads), sum(counts), dtype=torch.uint8, device=device),
+    }
+    if method == "oscar":
+        arrays["shared_fitted"] = torch.ones_like(arrays["shared_basis_blocks"])
+        pair = {name: steps(1, heads, tokens, 1) for name in ("scales", "minima")}
+        return arrays | pair | {"codes": integers(1, heads, tokens, packed_size(channels))}
+    places = torch.arange(8 * sum(counts), dtype=torch.uint8, device=device)
+    return arrays | {
+        "codes": integers(heads * tokens * packed_size(channels)),
+        "blocks": torch.tensor(counts, dtype=torch.uint8, device=device).expand(1, heads, 3).contiguous(),
+        "order": places.repeat(heads),
+        "steps": steps(coded),
+        "means": steps(1, heads, channels),
+    }
+
+
 def random_tensor(kind: str, method: str, shape: tuple[int, int, int], generator: torch.Generator) -> SealedTensor:
     """A sealed tensor of random bytes whose scales, centroids and basis are of ordinary size."""
     tokens, heads, channels = shape
-    device, groups = generator.device, channels // GROUP
+    device, groups = generator.device, channels // (SHARP_GROUP if method == "sharp" else GROUP)
 
     def integers(low: int, high: int, *size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.randint(low, high, (1, heads, *size), dtype=dtype, device=device, generator=generator)
@@ -64,20 +99,29 @@ def random_tensor(kind: str, method: str, shape: tuple[int, int, int], generator
     full = (1, heads, tokens, channels)
     if method == "bf16":
         return SealedTensor(method, {}, full, {"exact": normal(tokens, channels)})
+    if method in ("klt", "oscar"):
+        return SealedTensor(method, {}, full, random_products(method, shape, generator))
     arrays = {
-        "codes": integers(0, 256 if method == "quantwm" else 255, tokens, packed_size(channels)),
+        "codes": integers(0, 255 if method == "qvg" else 256, tokens, packed_size(channels)),
         "scales": integers(0x30, 0x7F, tokens, groups).view(torch.float8_e4m3fn),
         "index": integers(0, CENTROIDS, tokens),
         "centroids": normal(CENTROIDS, channels),
     }
-    if method == "quantwm":
+    if method != "qvg":
         arrays["zero_points"] = integers(0, 256, packed_size(tokens * groups))
         arrays["super_scale"] = torch.full((1, heads), 2.0**-8, device=device)
+    if method == "sharp":
+        arrays["centroids"] = integers(0, 256, CENTROIDS, nibble_size(channels))
+        arrays["centroid_scales"] = normal(channels).abs() / 8
         if kind == "keys":
-            arrays["basis"] = normal(channels, RANK) / channels**0.5
-            arrays["coefficient_scales"] = normal(RANK).abs() / 64
-            arrays["coefficients"] = integers(-127, 128, tokens, RANK, dtype=torch.int8)[0]
-    return SealedTensor(method, {}, full, arrays)
+            arrays["basis"] = normal(channels, SHARP_RANK) / channels**0.5
+            arrays["coefficient_scales"] = normal(SHARP_RANK).abs() / 4
+            arrays["coefficients"] = integers(0, 256, tokens, nibble_size(SHARP_RANK))[0]
+    if method == "quantwm" and kind == "keys":
+        arrays["basis"] = normal(channels, RANK) / channels**0.5
+        arrays["coefficient_scales"] = normal(RANK).abs() / 64
+        arrays["coefficients"] = integers(-127, 128, tokens, RANK, dtype=torch.int8)[0]
+    return SealedTensor("quantwm" if method == "sharp" else method, {}, full, arrays)
 
 
 def random_chunk(method: str, shape: tuple[int, int, int], seed: int, device: torch.device) -> SealedChunk:
@@ -105,7 +149,7 @@ def check_parity(chunk: SealedChunk, keys: Tensor, values: Tensor) -> None:
             )
 
 
-def seconds(calls: Sequence[Callable[[], None]], head_start: Callable[[], None]) -> float:
+def seconds(calls: Sequence[Callable[[], object]], head_start: Callable[[], None]) -> float:
     """Median device time of a call. Calls are enqueued behind other work, so that the host's time does not show."""
     for call in calls[:3]:
         call()
@@ -150,6 +194,11 @@ class Copier:
         return COPY_NBYTES / seconds([self], self)
 
 
+def recipe_of(sealed: SealedTensor) -> Recipe:
+    """What a kernel must know of a tensor."""
+    return describe(sealed.method, sealed.parameters, sealed.shape, sealed.arrays).recipe
+
+
 class Subject:
     """A shape and a method with enough copies of input and output that none is found in the L2 cache."""
 
@@ -161,6 +210,7 @@ class Subject:
         count = 1 + 2 * torch.cuda.get_device_properties(device).L2_cache_size // self.nbytes
         self.chunks = [first, *(random_chunk(method, shape, seed, device) for seed in range(1, count))]
         sizes = (1, tokens, heads, channels)
+        self.launch = launch_of(*(recipe_of(each) for each in (first.keys, first.values)))
         self.outputs = [
             tuple(torch.empty(sizes, dtype=torch.bfloat16, device=device).transpose(1, 2) for _ in range(2))
             for _ in range(count)
@@ -179,18 +229,40 @@ class Subject:
         return calls
 
 
+def peer_seconds(shape: tuple[int, int, int], copies: int, copier: Copier) -> float | None:
+    """Time in which the peer reconstructs keys and values of a shape once, or None without it."""
+    if not peer.available():
+        return None
+    tokens, heads, channels = shape
+    generator = torch.Generator(copier.buffers[0].device).manual_seed(0)
+
+    def normal() -> Tensor:
+        size = (1, heads, tokens, channels)
+        return torch.randn(size, device=generator.device, generator=generator).bfloat16()
+
+    sealed = [peer.sealer(normal(), normal(), iterations=2)() for _ in range(copies)]
+    return seconds([peer.reader(each) for each in sealed], copier)
+
+
 def launches(channels: int) -> Iterator[Launch]:
     """Launch parameters worth a try: 8 to 128 elements a thread."""
     for tokens, warps in itertools.product((16, 32, 64), (1, 2, 4, 8)):
-        if 8 <= tokens * channels / (32 * warps) <= 128:
-            for programs, most in itertools.product((12, 24), (8, 32)):
+        if 16 <= tokens * channels / (32 * warps) <= 64:
+            for programs, most, registers in itertools.product((16, 32), (8, 32), (0, 96)):
                 yield replace(
-                    LAUNCHES["read"], warps=warps, blocks={"BLOCK_TOKENS": tokens}, programs=programs, most_tiles=most
-                )
+                    LAUNCHES["read"], warps=warps, blocks={"BLOCK_TOKENS": tokens}, programs=programs, most_tiles=most,
+                    registers=registers,
+                )  # fmt: skip
 
 
 def described(launch: Launch) -> dict[str, int]:
-    return {"warps": launch.warps, **launch.blocks, "programs": launch.programs, "most_tiles": launch.most_tiles}
+    return {
+        "warps": launch.warps,
+        **launch.blocks,
+        "programs": launch.programs,
+        "most_tiles": launch.most_tiles,
+        "registers": launch.registers,
+    }
 
 
 def environment() -> dict[str, Any]:
@@ -219,9 +291,11 @@ def report(line: dict[str, Any]) -> None:
     """Show a measurement and keep it."""
     keep(line, RESULTS)
     launch = " ".join(f"{name}={value}" for name, value in line["launch"].items())
+    theirs = line["peer_seconds"]
+    ratio = "" if theirs is None else f"{theirs / line['seconds']:.1f} times as fast as the peer  "
     print(
         f"{line['shape']:17} {line['method']:8} {1e3 * line['seconds']:8.4f} ms  {line['nbytes'] / 2**20:7.1f} MiB  "
-        f"{100 * line['share_of_copy']:5.1f} % of copy  call {1e3 * line['host_seconds']:7.4f} ms  {launch}",
+        f"{100 * line['share_of_copy']:5.1f} % of copy  call {1e3 * line['host_seconds']:7.4f} ms  {ratio}{launch}",
         flush=True,
     )
 
@@ -240,14 +314,16 @@ def main() -> None:
     for name, method in itertools.product(arguments.shape or SHAPES, methods):
         subject = Subject(method, SHAPES[name], device)
         tried = []
-        for launch in launches(SHAPES[name][2]) if arguments.sweep else (LAUNCHES["read"],):
+        for launch in launches(SHAPES[name][2]) if arguments.sweep else (subject.launch,):
             calls = subject.calls(launch)
             took = seconds(calls, copier)
             share = subject.nbytes / took / bandwidth
+            theirs = None if arguments.sweep else peer_seconds(SHAPES[name], len(subject.chunks), copier)
             tried.append(
                 known
                 | {"shape": name, "method": method, "nbytes": subject.nbytes, "copy_bandwidth": bandwidth}
                 | {"seconds": took, "host_seconds": host_seconds(calls), "share_of_copy": share}
+                | {"peer_seconds": theirs}
                 | {"launch": described(launch)}
             )
         for line in sorted(tried, key=lambda each: -each["seconds"])[-5:]:  # the best is shown last

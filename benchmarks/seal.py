@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -26,11 +26,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from triton.runtime.errors import OutOfResources
 
+from benchmarks import peer
 from benchmarks.decode import COPY_NBYTES, SHAPES, Copier, environment
 from quantwm_core import affine as core_affine
 from quantwm_core import clustered
 from quantwm_core import codebook as core_codebook
 from quantwm_core import methods as core_methods
+from quantwm_core.method import Method
 from quantwm_kernels import launch
 from quantwm_kernels.bridge import to_numpy
 from quantwm_kernels.launch import Launch
@@ -92,6 +94,12 @@ def matrix_rate(device: torch.device) -> float:
     return 2 * MATRIX**3 / seconds(lambda: left @ right)
 
 
+@cache
+def method_of(iterations: int) -> Method:
+    """The paper's setting, but for the rounds."""
+    return core_methods.get("quantwm", centroids=CENTROIDS, candidates=CANDIDATES, rank=RANK, iterations=iterations)
+
+
 class Subject:
     """Keys, values and queries of one layer."""
 
@@ -106,9 +114,7 @@ class Subject:
         self.elements = 2 * tokens * heads * channels
 
     def asked(self, iterations: int) -> list[Asked]:
-        method = core_methods.get(
-            "quantwm", centroids=CENTROIDS, candidates=CANDIDATES, rank=RANK, iterations=iterations
-        )
+        method = method_of(iterations)
         return [Asked(method, "keys", self.keys, "keys"), Asked(method, "values", self.values, "values")]
 
     def seal(self, iterations: int) -> Any:
@@ -193,9 +199,11 @@ def measure(
         breakdown = kernels_of(lambda: subject.seal(iterations))
     finally:
         statistics.principal_basis = solve
+    theirs = seconds(peer.sealer(subject.keys, subject.values, iterations), repeats=5) if peer.available() else None
+    ratio = "" if theirs is None else f"  {theirs / whole:.2f} times as fast as the peer ({1e3 * theirs:.3f})"
     print(
         f"{subject.name:17} {iterations:2} rounds {1e3 * took:8.3f} ms (device {1e3 * device:.3f}, host {1e3 * host:.3f}, "
-        f"with basis {1e3 * whole:.3f})  floor {1e3 * floor:.3f}  {100 * floor / took:5.1f} %  peak {peak / 2**20:.0f} MiB"
+        f"with basis {1e3 * whole:.3f})  floor {1e3 * floor:.3f}  {100 * floor / took:5.1f} %  peak {peak / 2**20:.0f} MiB{ratio}"
     )
     for kernel, (count, spent) in itertools.islice(breakdown.items(), 14):
         print(f"    {1e3 * spent:8.3f} ms {count:4} x  {kernel[:90]}")
@@ -207,6 +215,7 @@ def measure(
             "seconds": took,
             "device_seconds": device,
             "host_seconds": host,
+            "peer_seconds": theirs,
         }
         | {"seconds_with_basis": whole, "floor_seconds": floor, "share_of_floor": floor / took, "peak_nbytes": peak}
         | {"copy_bandwidth": yardsticks[0], "matrix_rate": yardsticks[1], "kernels": breakdown}
@@ -269,21 +278,15 @@ def parts_of(subject: Subject) -> dict[str, Callable[[], object]]:
 
 CHOICES: dict[str, dict[str, Sequence[int]]] = {
     "magnitude": {"TILE": (32, 64), "warps": (4, 8), "programs": (8, 16)},
-    "assign_centroids": {"TILE": (64, 128), "warps": (4, 8), "stages": (1, 2, 3), "programs": (2, 8)},
-    "sum_members": {
-        "TILE": (32, 64, 128),
-        "BLOCK_C": (64, 128, 256),
-        "warps": (4, 8),
-        "stages": (2, 3),
-        "programs": (2,),
-    },
+    "assign_centroids": {"TILE": (64, 128), "warps": (4, 8), "stages": (2, 3), "programs": (2, 4)},
+    "sum_members": {"TILE": (64, 128), "BLOCK_C": (128, 256), "warps": (4, 8), "stages": (2, 3), "programs": (1, 2, 4)},
     "sum_members_wide": {"TILE": (32, 64), "BLOCK_C": (64, 128), "warps": (8,), "stages": (2, 3), "programs": (2, 4)},
     "prepare_centroids": {"ROWS": (4, 8, 16, 32), "warps": (2, 4, 8)},
-    "rank_centroids": {"TILE": (64, 128), "warps": (4, 8), "stages": (1, 2), "programs": (2, 8)},
-    "choose_centroids": {"TILE": (8, 16, 32, 64), "warps": (2, 4, 8), "programs": (16,)},
-    "encode_groups": {"TILE": (16, 32, 64), "warps": (2, 4, 8)},
-    "quantize_coefficients": {"TILE": (64, 256), "warps": (4,)},
-    "second_moment": {"TILE": (32, 64, 128), "warps": (4, 8), "stages": (2, 3), "programs": (1, 2, 4)},
+    "rank_centroids": {"TILE": (64, 128), "warps": (4, 8), "stages": (1,), "programs": (1, 2, 4)},
+    "choose_centroids": {"TILE": (8, 16, 32), "warps": (2, 4), "programs": (16, 32), "registers": (0, 64)},
+    "encode_groups": {"TILE": (16, 32, 64), "warps": (2, 4, 8), "registers": (0, 96, 128, 168)},
+    "quantize_coefficients": {"TILE": (64, 128, 256), "warps": (4,)},
+    "second_moment": {"TILE": (32, 64, 128), "warps": (4, 8), "stages": (2, 3), "programs": (1, 2)},
 }
 
 
@@ -313,9 +316,11 @@ def sweep(subject: Subject, known: dict[str, Any], copier: Copier, only: Sequenc
         print(f"{subject.name} {name}: {1e3 * tried[0][0]:.4f} ms as it is launched")
         for took, each in sorted(tried, key=lambda pair: -pair[0])[-5:]:
             print(
-                f"    {1e3 * took:8.4f} ms  warps {each.warps} stages {each.stages} programs {each.programs} {dict(each.blocks)}"
+                f"    {1e3 * took:8.4f} ms  warps {each.warps} stages {each.stages} programs {each.programs} "
+                f"registers {each.registers} {dict(each.blocks)}"
             )
             line = {"warps": each.warps, "stages": each.stages, "programs": each.programs, **each.blocks}
+            line["registers"] = each.registers
             report(known | {"shape": subject.name, "kernel": name, "seconds": took, "launch": line})
 
 

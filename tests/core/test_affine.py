@@ -239,3 +239,39 @@ def test_memory_order_does_not_matter() -> None:
     view = np.moveaxis(np.ascontiguousarray(np.moveaxis(values, 0, 1)), 1, 0)
     assert_bits("codes", affine.encode(view, 4).codes, affine.encode(values, 4).codes)
     assert affine.encode(values, 4).scales.dtype == E4M3
+
+
+def _lost(values: np.ndarray, code: affine.AffineCode, group_size: int) -> np.ndarray:
+    """Squared error of every group, FP64."""
+    error = np.square(values.astype(np.float64) - affine.decode(code).astype(np.float64))
+    return error.reshape(*code.scales.shape, group_size).sum(axis=-1)
+
+
+@given(strategies.units(tokens=(1, 3, 17), head_dimensions=(32, 80)), st.integers(2, len(affine.FRACTIONS)))
+def test_a_search_loses_no_group_more_than_fewer_candidates(unit: np.ndarray, candidates: int) -> None:
+    values = unit.astype(np.float32)
+    lost = [_lost(values, affine.encode(values, 16, count), 16) for count in (candidates - 1, candidates)]
+    assert (lost[1] <= lost[0] * (1 + 1e-5) + 1e-30).all()
+
+
+def test_a_search_clips_an_outlier_and_keeps_the_rest() -> None:
+    # The last group makes the super-scale 1.
+    values = strategies.fp32([[[0, 3, 6, 9], [0, 2, 2, 3.6], [0, 1344, 0, 0]]])
+    plain, searched = affine.encode(values, 4), affine.encode(values, 4, 4)
+    steps = [scales.decode(code.scales, code.super_scale)[0, :, 0].tolist() for code in (plain, searched)]
+    assert searched.super_scale == plain.super_scale == 1
+    assert steps[0][0] == steps[1][0] == 3  # nothing is lost on the full range, and a tie goes to it
+    assert (steps[0][1], steps[1][1]) == (1.25, 1)  # 1.2 and 1.2 * 7/8, in E4M3
+    assert affine.decode(searched)[0, 1].tolist() == [0, 2, 2, 3]
+
+
+def test_a_search_takes_a_fifth_off_the_error_of_ordinary_groups() -> None:
+    values = strategies.unit(("normal",), 0, 200, 128).astype(np.float32)
+    plain, searched = (_lost(values, affine.encode(values, 64, count), 64).mean() for count in (1, 4))
+    assert searched < 0.8 * plain
+
+
+@pytest.mark.parametrize("candidates", [0, 5])
+def test_an_impossible_search_is_refused(candidates: int) -> None:
+    with pytest.raises(ParameterError, match=f"scale candidates {candidates}"):
+        affine.check_scale_candidates(candidates)

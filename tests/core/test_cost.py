@@ -46,6 +46,18 @@ def test_the_storage_table_row_by_row(tokens: int, channels: int, rank: int) -> 
     assert cost.quantwm_nbytes(tokens, channels, rank=rank) == (key_bytes, value_bytes)
 
 
+@pytest.mark.parametrize(("coefficient_bits", "centroid_bits"), [(8, 8), (4, 4), (4, 16)])
+def test_the_storage_table_in_small_integers(coefficient_bits: int, centroid_bits: int) -> None:
+    tokens, channels, rank = 512, 128, 15
+    rows = 64 if centroid_bits < 16 else 32
+    table = rows * channels * centroid_bits // 8 + (2 * channels if centroid_bits < 16 else 0)
+    value_bytes = tokens * (32 + 4 + 1 + 1) + table + 4  # codes, scales, zero-points and index of a token
+    coefficients = tokens * (15 if coefficient_bits == 8 else 8)
+    key_bytes = value_bytes + 2 * channels * rank + coefficients + 2 * rank
+    found = cost.quantwm_nbytes(tokens, channels, 32, None, rank, coefficient_bits, centroid_bits)
+    assert found == (key_bytes, value_bytes)
+
+
 def test_more_centroids_than_tokens_are_not_stored() -> None:
     assert cost.clustered_nbytes(10, 64, 64, 256) == cost.clustered_nbytes(10, 64, 64, 10)
 

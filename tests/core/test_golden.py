@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantwm_core import archive, load
-from quantwm_core.chunk import FORMAT_VERSION, KINDS, SealedTensor, read_arrays, save
+from quantwm_core import archive, load, packing
+from quantwm_core.chunk import FORMAT_VERSION, KINDS, SealedChunk, SealedTensor, read_arrays, save, stored_nbytes
 from tests.core import tolerances
 from tests.core.compare import assert_bits, assert_within
 from tests.core.golden import make
@@ -17,6 +17,8 @@ from tests.core.golden import make
 FILES = sorted(make.FOLDER.glob("*.qwm.safetensors"))
 # Their arithmetic is one number at a time, so any machine writes the same bytes.
 ELEMENTWISE = ("bf16", "kivi", "rtn", "rtn-channel")
+# Their codes are taken in eigenvectors, which another machine may turn a little; what they decode to is as good.
+TRANSFORMS = ("klt", "kvtc", "oscar")
 PSAC = ("basis", "coefficient_scales", "coefficients", "bitmap", "sparse_values", "sparse_counts", "layout")
 
 
@@ -34,6 +36,10 @@ def test_the_files_hold_what_the_format_can_hold() -> None:
     assert sparse["layout"].tolist() == [[1, 0]]
     assert sparse["coefficients"].shape == (1, 67, 4)
     assert sparse["sparse_values"].size > 0
+    first, second = load(make.sealed_path("klt-layer"))[0][0]
+    assert second.keys.arrays["shared_basis"] is first.keys.arrays["shared_basis"]
+    first, second = load(make.sealed_path("oscar"))[0][0]
+    assert second.keys.arrays["shared_basis"] is not first.keys.arrays["shared_basis"]
     assert [sealed.keys.method for sealed in load(make.sealed_path("kivi"))[0][0]] == ["kivi", "kivi", "bf16"]
 
 
@@ -45,7 +51,10 @@ def test_a_file_decodes_to_what_it_always_decoded_to(path: Path) -> None:
     restored = archive.restore(layers[0])
     for kind in KINDS:
         got, want = getattr(restored, kind), expected[kind]
-        if not any("basis" in sealed.keys.arrays for sealed in layers[0]) or kind == "values":
+        products = any(
+            "basis" in (arrays := getattr(sealed, kind).arrays) or "shared_basis" in arrays for sealed in layers[0]
+        )
+        if not products:
             assert_bits(f"{path.name} {kind}", got, want)
             continue
         # The correction is a matrix product, whose sum another machine may round differently.
@@ -63,17 +72,43 @@ def test_todays_encoder_writes_the_same_file(name: str, tmp_path: Path) -> None:
         assert (tmp_path / "again").read_bytes() == make.sealed_path(name).read_bytes()
         return
     wanted = load(make.sealed_path(name))[0][0]
+    if wanted[0].keys.method in TRANSFORMS:
+        _assert_as_good(name, chunks, wanted)
+        return
     for got, want in zip(chunks, wanted, strict=True):
         assert (got.start, got.stop) == (want.start, want.stop)
         for kind in KINDS:
             _assert_same_tensor(f"{name}, tokens {got.start}, {kind}", getattr(got, kind), getattr(want, kind))
 
 
+def _assert_as_good(label: str, got: list[SealedChunk], want: list[SealedChunk]) -> None:
+    """Nearly the same bytes, and nearly the same error."""
+    sizes = [sum(stored_nbytes(chunks)) for chunks in (got, want)]
+    assert abs(sizes[0] - sizes[1]) < 0.05 * sizes[1], label
+    recording = make.recording()
+    for kind in KINDS:
+        exact = getattr(recording, kind).astype(float)
+        errors = [
+            np.square(getattr(archive.restore(chunks), kind).astype(float) - exact).mean() for chunks in (got, want)
+        ]
+        assert errors[0] == pytest.approx(errors[1], rel=0.05), f"{label} {kind}"
+
+
+def _steps(stored: np.ndarray) -> np.ndarray:
+    """Coefficients as whole numbers, INT4 with the zero that an odd last byte is filled up with."""
+    whole = packing.unpack_nibbles(stored, 2 * stored.shape[-1]) if stored.dtype == np.uint8 else stored
+    return whole.astype(int)
+
+
 def _assert_same_tensor(label: str, got: SealedTensor, want: SealedTensor) -> None:
     """The clustered parts to the bit; the low-rank part, which eigenvectors and products go into, nearly."""
     assert (got.method, dict(got.parameters), got.shape) == (want.method, dict(want.parameters), want.shape)
     assert sorted(got.arrays) == sorted(want.arrays)
-    for name in want.arrays.keys() - set(PSAC):
+    fed_back = {"codes"} if want.parameters.get("rounding") == "feedback" and "basis" in want.arrays else set()
+    if fed_back:  # the matrix that is fed back by comes from a factorisation, and a code draws those behind it along
+        codes = [packing.unpack(each.arrays["codes"], want.shape[3]) for each in (got, want)]
+        assert (codes[0] != codes[1]).mean() <= tolerances.GOLDEN_SHARE
+    for name in want.arrays.keys() - set(PSAC) - fed_back:
         assert_bits(f"{label} {name}", got.arrays[name], want.arrays[name])
     if "basis" in want.arrays:
         planes = [
@@ -83,5 +118,5 @@ def _assert_same_tensor(label: str, got: SealedTensor, want: SealedTensor) -> No
         scales = [each.arrays["coefficient_scales"].astype(float) for each in (got, want)]
         assert_within(f"{label} scales", scales[0], scales[1], 4 * tolerances.BF16_ROUNDING * scales[1])
     if "coefficients" in want.arrays:
-        steps = [each.arrays["coefficients"].astype(int) for each in (got, want)]
+        steps = [_steps(each.arrays["coefficients"]) for each in (got, want)]
         assert_within(f"{label} coefficients", steps[0], steps[1], 1)

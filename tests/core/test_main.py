@@ -11,7 +11,7 @@ import pytest
 from quantwm_core import archive, load, method, methods, save
 from quantwm_core.__main__ import main
 from quantwm_core.archive import Dump
-from quantwm_core.chunk import read_arrays, write_arrays
+from quantwm_core.chunk import read_arrays, stored_nbytes, write_arrays
 from tests.core import strategies
 from tests.core.compare import assert_bits
 
@@ -58,6 +58,18 @@ def test_there_and_back_as_a_command(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(row["layer"], row["start"]) for row in rows] == [(3, 0), (3, 16), (3, 32), (12, 0), (12, 16), (12, 32)]
     assert sum(row["bytes"] for row in rows) == sum(sealed.nbytes for chunks in layers.values() for sealed in chunks)
+
+
+def test_nothing_is_written_over_unless_told_to(dump: Path) -> None:
+    for command in (("compress", dump, "--chunk", 16), ("restore", dump.with_name("run.v1.qwm.safetensors"))):
+        given = [str(word) for word in command]
+        assert main(given) == 0
+        before = {path: path.read_bytes() for path in dump.parent.iterdir()}
+        done = _run(*given)
+        assert done.returncode == 2
+        assert "add --overwrite" in done.stderr
+        assert before == {path: path.read_bytes() for path in dump.parent.iterdir()}
+        assert main([*given, "--overwrite"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -183,8 +195,12 @@ def test_every_method_there_and_back(name: str, dump: Path, capsys: pytest.Captu
     restored, _ = read_arrays(dump.parent / "back")
     assert_bits("keys", restored["layer.0.keys"], want.keys)
     assert_bits("values", restored["layer.0.values"], want.values)
-    stored = sum(sealed.nbytes for sealed in chunks)
-    assert f"{len(chunks)} chunks, {stored} bytes for {want.keys.nbytes * 2} bytes of BF16" in capsys.readouterr().out
+    stored, shared = stored_nbytes(chunks)
+    of_them = f" ({shared} shared by chunks)" if shared else ""
+    assert (
+        f"{len(chunks)} chunks, {stored + shared} bytes{of_them} for {want.keys.nbytes * 2} bytes of BF16"
+        in capsys.readouterr().out
+    )
 
 
 def test_options_reach_the_scheme(dump: Path) -> None:
@@ -227,7 +243,7 @@ def test_help_names_the_methods(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["compress", "--help"])
     assert end.value.code == 0
-    assert "bf16, kivi, quantwm, qvg, rtn" in " ".join(capsys.readouterr().out.split())
+    assert "bf16, kivi, klt, kvtc, oscar, quantwm, qvg, rtn" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("command", ["compress", "restore"])

@@ -3,6 +3,8 @@ from itertools import product
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as stn
 
 from quantwm_core import packing
 from quantwm_core.errors import DtypeError, ShapeError
@@ -72,3 +74,26 @@ def test_other_integers_are_refused(unchecked: None) -> None:
         packing.pack(np.zeros(4, np.int32))
     with pytest.raises(DtypeError, match="int8"):
         packing.unpack(np.zeros(1, np.int8), 4)
+
+
+@given(stn.arrays(np.int8, stn.array_shapes(min_dims=1, max_dims=3, max_side=9), elements=st.integers(-8, 7)))
+def test_nibbles_are_inverted_and_laid_out_as_drawn(numbers: np.ndarray) -> None:
+    packed = packing.pack_nibbles(numbers)
+    count = numbers.shape[-1]
+    assert packed.shape == (*numbers.shape[:-1], packing.nibble_size(count))
+    unpacked = packing.unpack_nibbles(packed, count)
+    assert unpacked.dtype == np.int8
+    np.testing.assert_array_equal(unpacked, numbers)
+    for row in np.ndindex(numbers.shape[:-1]):
+        for place, number in enumerate(numbers[row].tolist()):
+            assert int(packed[row][place // 2]) >> place % 2 * 4 & 15 == number % 16
+        if count % 2:
+            assert packed[row][-1] < 16
+
+
+def test_what_are_no_nibbles_is_refused() -> None:
+    for wrong in (8, -9):
+        with pytest.raises(ShapeError, match="beyond -8 to 7 or no axis"):
+            packing.pack_nibbles(np.array([wrong], np.int8))
+    with pytest.raises(ShapeError, match="need 2 bytes"):
+        packing.unpack_nibbles(np.zeros(3, np.uint8), 3)

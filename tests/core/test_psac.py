@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantwm_core import psac, statistics
-from quantwm_core.domain import BF16
+from quantwm_core.domain import BF16, round_up
+from quantwm_core.errors import ParameterError
 from tests.core import scalar, strategies, tolerances
 from tests.core.compare import assert_bits, assert_within
 
@@ -86,7 +87,8 @@ def test_no_error_gives_scales_of_zero_and_decodes_to_zero() -> None:
 @given(st.lists(st.floats(0, 2.0**100, width=32), min_size=1, max_size=20))
 def test_scales_are_rounded_up_to_the_next_bf16_number(numbers: list[float]) -> None:
     values = np.array(numbers, np.float32)
-    up = psac._round_up(values)
+    up = round_up(values, 8).astype(BF16)
+    assert (up.astype(np.float32) == round_up(values, 8)).all()
     assert (up.astype(np.float32) >= values).all()
     below = np.where(up.view(np.uint16) > 0, up.view(np.uint16) - 1, 0).astype(np.uint16).view(BF16)
     assert ((below.astype(np.float32) < values) | (values == 0)).all()
@@ -204,3 +206,35 @@ def test_permuted_tokens_permute_coefficients_and_streams_stand_alone(unit: np.n
         one = np.s_[:, head : head + 1]
         alone = psac.decode(psac.encode(error[one], basis[one], energies[one]), tokens)
         assert_within(f"head {head}", alone, whole[one], np.broadcast_to(step[one] * 1.001, alone.shape))
+
+
+@given(strategies.small_units(KINDS), st.sampled_from([1, 2, 5, 8]))
+def test_int4_clips_beyond_three_rms_and_rounds_the_rest(unit: np.ndarray, rank: int) -> None:
+    error = unit.astype(np.float32)
+    tokens = error.shape[2]
+    basis, energies = _basis(error.shape[1], error.shape[3], rank)
+    code = psac.encode(error, basis, energies, bits=4)
+    assert code.dense.nbytes == error.shape[1] * psac.dense_size(tokens, rank, 4)
+    exact = psac.project(error, basis).astype(np.float64)
+    rms = np.sqrt(np.square(exact).mean(axis=-2, keepdims=True))
+    limit = np.minimum(np.abs(exact).max(axis=-2, keepdims=True), 3 * rms)
+    scales = code.scales.astype(np.float64)[..., None, :]
+    normal = limit > 2.0**-120
+    assert (scales >= limit / 7 * (1 - 1e-5))[normal].all()
+    assert (scales <= limit / 7 * (1 + 2.0**-6))[normal].all()
+    clipped = np.clip(exact, -7 * scales, 7 * scales)
+    assert_within("coefficients", psac.decode(code, tokens), clipped, scales / 2 * (1 + 1e-5))
+
+
+def test_int4_ranges_decode_to_parts_of_the_whole() -> None:
+    error = strategies.unit(("normal", "channels"), 0, 70, 32).astype(np.float32)
+    code = psac.encode(error, *_basis(2, 32, 5), bits=4)
+    whole = psac.decode(code, 70)
+    for start, stop in ((0, 70), (3, 3), (1, 66)):
+        assert_bits("range", psac.decode(code, 70, start, stop), whole[:, :, start:stop])
+
+
+@pytest.mark.parametrize(("bits", "threshold"), [(2, 0.0), (16, 0.0), (4, 0.1)])
+def test_coefficients_that_cannot_be_stored_are_refused(bits: int, threshold: float) -> None:
+    with pytest.raises(ParameterError, match=f"of {bits} bits with threshold {threshold}"):
+        psac.encode(np.ones((1, 1, 2, 32), np.float32), *_basis(1, 32, 2), threshold, bits)

@@ -3,10 +3,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantwm_core import affine, clustered, codebook, methods, packing, psac, scales, statistics
+from quantwm_core import (
+    affine,
+    attention,
+    clustered,
+    codebook,
+    integer_table,
+    methods,
+    packing,
+    psac,
+    scales,
+    statistics,
+)
 from quantwm_core.chunk import Kind, SealedTensor
 from quantwm_core.domain import BF16
-from quantwm_core.method import decode_tensor, scheme
+from quantwm_core.method import PRESETS, decode_tensor, scheme
 from quantwm_core.statistics import QueryMoment
 from tests.core import scalar, strategies, tolerances
 from tests.core.compare import assert_arrays, assert_bits, assert_within
@@ -181,3 +192,53 @@ def test_the_paper_preset() -> None:
     method = methods.get("quantwm", centroids=256, group_size=64, candidates=4, rank=8, iterations=10)
     assert chosen.keys == chosen.values == method
     assert chosen.chunks_per_seal == 2
+
+
+def test_the_sharp_preset() -> None:
+    chosen = scheme("quantwm", preset="sharp")
+    assert chosen.keys == chosen.values
+    assert chosen.chunks_per_seal == 2
+    # Fewer bytes than the paper's setting at the paper's shape, with twice the directions.
+    sizes = [
+        scheme("quantwm", preset=name).keys.nbytes("keys", (1, 1, 9360, 128), first=False)
+        for name in ("sharp", "paper")
+    ]
+    assert sizes[0] < sizes[1]
+
+
+def test_sharp_loses_less_of_the_logits_than_the_paper_for_fewer_bytes() -> None:
+    rng = np.random.default_rng(7)
+    mixing = rng.standard_normal((64, 64)) * np.exp(-np.arange(64) / 8)
+    queries = (rng.standard_normal((1, 2, 800, 64)) @ mixing.T).astype(np.float32)
+    keys = strategies.unit(("clusters", "normal"), 3, 512, 64)
+    moment = statistics.second_moment(queries[:, :, :400], 2)
+    exact = attention.logits(queries[:, :, 400:], keys)
+    found = {}
+    for name, parameters in (("paper", {}), ("sharp", {**PRESETS["sharp"], "rank": 8})):
+        parameters.pop("chunks_per_seal", None)
+        sealed = methods.get("quantwm", **parameters).seal("keys", keys, moment)
+        logits = attention.logits(queries[:, :, 400:], decode_tensor(sealed))
+        found[name] = (sealed.nbytes, attention.logit_error(exact, logits).mean())
+    assert found["sharp"][0] < found["paper"][0]
+    assert found["sharp"][1] < 0.6 * found["paper"][1]
+
+
+def test_settings_that_came_later_are_stated_only_where_they_differ() -> None:
+    unit = strategies.unit(("normal",), 0, 20, 32)
+    assert "rounding" not in methods.get("quantwm").seal("values", unit).parameters
+    sealed = methods.get("quantwm", rounding="feedback", centroid_bits=8).seal("values", unit)
+    assert {name: sealed.parameters.get(name) for name in ("rounding", "centroid_bits", "scale_candidates")} == {
+        "rounding": "feedback", "centroid_bits": 8, "scale_candidates": None,
+    }  # fmt: skip
+    assert methods.get("quantwm", **sealed.parameters) == methods.get("quantwm", rounding="feedback", centroid_bits=8)
+
+
+def test_a_warm_start_from_integers_continues_from_what_they_stand_for() -> None:
+    method = methods.get("quantwm", warm_start=True, centroids=4, centroid_bits=8)
+    first, second = (strategies.unit(("normal",), seed, 60, 32) for seed in (0, 1))
+    previous = method.seal("values", first)
+    sealed = method.seal("values", second, None, previous)
+    want = codebook.fit(second, 4, None, 2, clustered.table(previous.arrays))
+    codes, scales_ = integer_table.encode(want, 8)
+    assert_bits("centroids", sealed.arrays["centroids"], codes)
+    assert_bits("scales", sealed.arrays["centroid_scales"], scales_)

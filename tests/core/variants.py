@@ -5,11 +5,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantwm_core import methods
-from quantwm_core.method import Method
+from quantwm_core.method import PRESETS, Method
 
+SHARP = {name: value for name, value in PRESETS["sharp"].items() if name != "chunks_per_seal"}
 PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "bf16": [{}],
     "kivi": [{}, {"group_size": 5, "residual_length": 0}],
+    "klt": [
+        {},
+        {"bits": 1.25, "damp": 2.0, "lifetime": 0.0},
+        {"bits": 3.0, "allocation": "layer"},
+        {"tolerance": 0.05, "lifetime": 1000.0},
+    ],
+    "kvtc": [{}, {"bits": 2.5, "lifetime": 0.0}],
+    "oscar": [{}, {"group_size": 12}],
     "quantwm": [
         {},
         {"rank": 0, "candidates": 1},
@@ -17,6 +26,9 @@ PARAMETERS: dict[str, list[dict[str, Any]]] = {
         {"metric": "full", "rank": 3, "centroids": 5, "candidates": 256, "group_size": 16},
         {"metric": "uniform", "iterations": 0},
         {"threshold": 0.5, "warm_start": True},
+        {"rounding": "feedback", "rank": 0, "metric": "uniform"},
+        {"centroid_bits": 8, "scale_candidates": 4, "coefficient_bits": 4, "rank": 5, "warm_start": True},
+        {**SHARP, "group_size": 16},  # fits every head dimension
     ],
     "qvg": [{}, {"quantizer": "affine", "centroids": 7}, {"stages": 3, "group_size": 16, "iterations": 2}],
     "rtn": [{}, {"granularity": "token"}, {"granularity": "channel", "group_size": 7}, {"group_size": 4}],
@@ -36,6 +48,28 @@ class Variant:
     def make(self) -> Method:
         """The method."""
         return methods.get(self.name, **self.parameters)
+
+    @property
+    def shares(self) -> bool:
+        """Whether a unit may be coded in the basis of the one before."""
+        return self.name in ("klt", "kvtc", "oscar")
+
+    @property
+    def sized_by_content(self) -> bool:
+        """Whether the formula states the largest size, because the content decides how many directions are stored."""
+        return self.name in ("klt", "kvtc")
+
+    @property
+    def alone(self) -> bool:
+        """Whether a stream does not depend on the others."""
+        return self.parameters.get("allocation") != "layer"
+
+    @property
+    def constants(self) -> float:
+        """Relative error that a constant unit may have."""
+        # Without clusters a constant is the end of a range from zero, which the scale's rounding moves; a rotation makes
+        # of it what is no constant.
+        return {"rtn": 0.07, "oscar": 2.0}.get(self.name, 2.0**-8)
 
     @property
     def sparse(self) -> bool:

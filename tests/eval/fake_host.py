@@ -17,7 +17,8 @@ from quantwm_eval.host import CacheUse, Episode
 from quantwm_models.cache import LayerCache
 from quantwm_models.observer import CacheObserver
 
-SIDE, CHUNK, HEADS, CHANNELS, LAYERS = 16, 2, 2, 16, 2
+SIDE, CHUNK, HEADS, CHANNELS, LAYERS = 32, 2, 2, 16, 2
+ENLARGED = 2  # the world is 16 pixels wide; LPIPS looks at frames of 31 or more
 TOKENS = CHUNK * 16
 WINDOW = 4 * TOKENS
 
@@ -51,13 +52,19 @@ class FakeHost:
     """
 
     unsteady: bool = False
-    name: str = "fake"
+    name: str = "demo"
+    kinds: tuple[str, ...] = ("walk", "look-away")
+    frames: int = 40
     frame_rate: int = 4
-    chunk_frames: int = CHUNK
+    makes_batches: bool = True
     batches: list[int] = field(default_factory=list)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _scheme: Scheme | None = None
     _observers: Sequence[CacheObserver] = ()
     _attached: FakeAttached | None = None
+
+    def frames_of(self, chunks: int) -> int:
+        return chunks * CHUNK
 
     def check(self, scenes: Sequence[int], frames: int, degrees: int) -> None:
         if frames % CHUNK:
@@ -83,7 +90,7 @@ class FakeHost:
         if self._attached is not None:
             self._attached.caches[:] = caches
         first = torch.from_numpy(np.stack([episode.first_frames for episode in episodes]))
-        state = first[:, -CHUNK:].float() / 255
+        state = first[:, -CHUNK:, ::ENLARGED, ::ENLARGED].float() / 255
         noise = [torch.Generator().manual_seed(1000 * seed + e.scene) for e, seed in zip(episodes, seeds, strict=True)]
         chunks = []
         for _ in range(len(episodes[0].actions) // CHUNK):
@@ -94,7 +101,7 @@ class FakeHost:
         if self.unsteady:
             chunks[-1] = 1 - chunks[-1] if len(self.batches) % 2 else chunks[-1]
         video = (torch.cat(chunks, 1).clamp(0, 1) * 255).round().to(torch.uint8)
-        return list(video.numpy())
+        return list(video.repeat_interleave(ENLARGED, 2).repeat_interleave(ENLARGED, 3).numpy())
 
     def _step(self, frames: Tensor, caches: Sequence[LayerCache]) -> Tensor:
         split = frames.unflatten(3, (4, 4)).unflatten(2, (4, 4)).permute(0, 1, 2, 4, 3, 5, 6)

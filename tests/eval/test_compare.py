@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -34,19 +35,20 @@ def save_film(path: Path, frames: Frames, rate: int = 8) -> Path:
     return path
 
 
-A = picture_book(19)
+A = film.enlarge(picture_book(19), 2)
 B = noisy(A)
+NAMES = [name for name in compare.names() if metrics.get(name).installed]
 
 
 def scored(first: Path, second: Path) -> compare.Score:
     (pair,) = compare.match(first, second)
-    return compare.score(pair, compare.names())
+    return compare.score(pair, NAMES)
 
 
 def test_frames_in_folders_score_as_the_arrays_do_to_the_bit(tmp_path: Path) -> None:
     found = scored(save_frames(tmp_path / "a", B), save_frames(tmp_path / "b", A))
     assert found.frames == len(A) > 2 * compare.BLOCK
-    for name in compare.names():
+    for name in NAMES:
         whole = metrics.get(name).measure(Evidence(B, A))
         for quantity, value in whole.values.items():
             assert found.measurement.values[quantity] == value
@@ -55,6 +57,18 @@ def test_frames_in_folders_score_as_the_arrays_do_to_the_bit(tmp_path: Path) -> 
     assert found.measurement.values["psnr"] == pytest.approx(peak_signal_noise_ratio(A, B, data_range=255), abs=1e-9)
     alone = metrics.get("temporal_flickering").measure(Evidence(A)).values
     assert found.of_reference == alone != {"temporal_flickering": found.measurement.values["temporal_flickering"]}
+
+
+def test_a_frame_without_a_number_among_others_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbered = save_frames(tmp_path / "numbered", A[:3])
+    (numbered / "frame_1.png").rename(numbered / "frame.png")
+    status, told = refused(numbered, numbered, capsys)
+    assert status == 1
+    assert "frame.png: has no number" in told
+    (tmp_path / "named").mkdir()
+    for name, picture in zip("cab", A[[2, 0, 1]], strict=True):
+        PIL.Image.fromarray(picture).save(tmp_path / "named" / f"{name}.png")
+    np.testing.assert_array_equal([*footage.find(tmp_path / "named")[""].frames()], A[:3])
 
 
 def test_frames_are_taken_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -85,8 +99,8 @@ def test_folders_are_matched_by_name(tmp_path: Path) -> None:
     (tmp_path / "a" / "notes.txt").write_text("seen")
     pairs = compare.match(tmp_path / "a", tmp_path / "b")
     assert [pair.name for pair in pairs] == ["one", "two"]
-    scores = [compare.score(pair, compare.names()) for pair in pairs]
-    text = compare.table(scores, compare.names()).splitlines()
+    scores = [compare.score(pair, NAMES) for pair in pairs]
+    text = compare.table(scores, NAMES).splitlines()
     mean = sum(one.measurement.values["psnr"] for one in scores) / 2
     (row,) = (line for line in text if line.startswith("mean, n = 2"))
     assert f"{mean:.2f}" in row.split()
@@ -132,6 +146,24 @@ def test_the_command_prints_a_table_and_writes_strict_json(tmp_path: Path, capsy
     assert json.loads(out.read_text())["pairs"][0]["values"]["psnr"] == "Infinity"
 
 
+def test_processes_change_no_figure_and_failures_are_told_from_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index in range(3):
+        save_frames(tmp_path / "ours" / f"{index}", noisy(A[:4], index))
+        save_frames(tmp_path / "theirs" / f"{index}", A[:4])
+    given = ["compare", str(tmp_path / "ours"), str(tmp_path / "theirs")]
+    assert cli.main([*given, "--jobs", "1"]) == 0
+    alone = capsys.readouterr().out
+    before = os.environ.copy()
+    assert cli.main([*given, "--jobs", "2"]) == 0
+    assert capsys.readouterr().out == alone
+    assert os.environ == before
+    (tmp_path / "theirs" / "1" / "frame_2.png").write_bytes(b"no picture")
+    assert cli.main([*given, "--jobs", "2"]) == 1
+    assert "frame_2.png: not a picture" in capsys.readouterr().err
+
+
 def refused(first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     status = cli.main(["compare", str(first), str(second)])
     told = capsys.readouterr()
@@ -148,9 +180,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     for first, second, wanted in (
         (whole, short, "19 frames, "),
         (short, whole, "cut one of them"),
-        (whole, small, "24 x 16"),
+        (whole, small, "48 x 32"),
         (slow, fast, "4 frames a second"),
-        (tiny, tiny, "SSIM needs 11 x 11"),
+        (tiny, tiny, "LPIPS by alexnet needs 31 x 31"),
     ):
         status, told = refused(first, second, capsys)
         assert status == 1
@@ -195,7 +227,7 @@ def test_unreadable_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     for path, wanted in (
         (foreign, "foreign.mp4: not a video"),
         (frames, "frame_3.png: not a picture"),
-        (odd, "frame_5.png: 24 x 8, the frames before it are 24 x 16"),
+        (odd, "frame_5.png: 48 x 8, the frames before it are 48 x 32"),
     ):
         for order in ((path, good), (good, path)):
             status, told = refused(*order, capsys)

@@ -11,7 +11,6 @@ import pytest
 
 from quantwm_core.errors import StateError, UnknownNameError
 from quantwm_eval import cli, merge, paired, results, summary, tables
-from quantwm_eval.commands import evaluate
 from quantwm_eval.results import Results
 from tests.eval.fake_host import FakeHost
 from tests.eval.test_report import Page, content
@@ -29,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("eval")
     (folder / "ours.toml").write_text(FILE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "HOSTS", {"demo": FakeHost})
+        patch.setattr("quantwm_eval.hosts.demo.LOAD", lambda _setup: FakeHost())
         given = ["eval", str(folder / "ours.toml"), "--out", str(folder / "run"), "--videos", "1", "--seeds", "0,3"]
         assert cli.main(given) == 0
     return folder / "run"
@@ -42,7 +41,7 @@ def found(folder: Path) -> Results:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "HOSTS", {"demo": FakeHost})
+    monkeypatch.setattr("quantwm_eval.hosts.demo.LOAD", lambda _setup: FakeHost())
 
 
 def test_options_and_file_make_the_experiment(found: Results) -> None:
@@ -71,7 +70,7 @@ def test_the_same_command_again_says_that_all_is_there(
 def test_time_left_is_told_on_standard_error(
     tmp_path: Path, fake: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate, "SECONDS_BETWEEN_LOG_LINES", 0)
+    monkeypatch.setattr("quantwm_eval.commands.evaluate.SECONDS_BETWEEN_LOG_LINES", 0)
     given = ["eval", "--methods", "rtn", "--scenes", "0", "--frames", "4", "--kinds", "walk", "--out", str(tmp_path)]
     assert cli.main(given) == 0
     told = capsys.readouterr()
@@ -112,7 +111,7 @@ def test_a_file_that_says_nothing_sensible_is_refused_before_anything_is_written
 def test_an_unsteady_model_ends_in_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluate, "HOSTS", {"demo": lambda: FakeHost(unsteady=True)})
+    monkeypatch.setattr("quantwm_eval.hosts.demo.LOAD", lambda _setup: FakeHost(unsteady=True))
     given = ["--methods", "bf16", "--scenes", "0", "--frames", "4", "--kinds", "walk", "--out", str(tmp_path)]
     assert cli.main(["eval", *given]) == 1
     assert "INVALID" in capsys.readouterr().err
@@ -193,7 +192,9 @@ def test_a_killed_runs_page_says_so(folder: Path, tmp_path: Path, capsys: pytest
     assert Page(text).all("video") == []
 
 
-def test_parts_of_an_experiment_are_joined_and_others_refused(folder: Path, found: Results, tmp_path: Path) -> None:
+def test_parts_of_an_experiment_are_joined_and_others_refused(
+    folder: Path, found: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     head, *lines = (folder / "results.jsonl").read_text().splitlines(keepends=True)
     parts = []
     for scene in (0, 1, 2):
@@ -207,6 +208,11 @@ def test_parts_of_an_experiment_are_joined_and_others_refused(folder: Path, foun
     assert joined.missing == 0
     for kind, label, quantity in (("walk", "rtn", "psnr"), ("look-away", "quantwm:rank=2", "ssim")):
         assert summary.estimate(joined, kind, label, quantity) == summary.estimate(found, kind, label, quantity)
+    capsys.readouterr()
+    assert cli.main(["report", *map(str, parts), "--format", "jsonl"]) == 0
+    whole = results.parse(Path("joined"), capsys.readouterr().out)
+    assert whole.experiment == found.experiment
+    assert {cell.key for cell in whole.cells} == {cell.key for cell in found.cells}
     with pytest.raises(StateError, match="both hold the cell walk 0 0 bf16"):
         merge.load([parts[0], parts[0]])
     plain = json.loads(head)

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import math
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,13 +18,18 @@ from quantwm_eval.tally import Tally
 
 EXPECTED = (
     "attention_kl",
+    "drift",
     "excess_flicker",
     "latency",
     "logit_error",
+    "lpips",
+    "lpips_vgg",
     "memory",
     "object_permanence",
     "output_error",
+    "peak_memory",
     "psnr",
+    "query_energy",
     "reconstruction_error",
     "selection_shift",
     "ssim",
@@ -32,17 +38,25 @@ EXPECTED = (
 )
 
 
+@pytest.fixture(autouse=True)
+def vgg(vgg_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTWM_LPIPS_VGG", str(vgg_file))
+
+
 def evidence() -> Evidence:
     draw = np.random.default_rng(5)
-    video, reference, truth = draw.integers(0, 256, (3, 4, 16, 16, 3), dtype=np.uint8)
-    region = np.zeros((4, 16, 16), bool)
+    video, reference, truth = draw.integers(0, 256, (3, 4, 32, 32, 3), dtype=np.uint8)
+    region = np.zeros((4, 32, 32), bool)
     region[3, 2:9, 2:9] = True
     queries = np.full((2, 3, 4), 8.0)
-    tally = Tally(queries / 10, queries, queries[:, :, :2] / 5, queries[:, :, :2])
+    some = queries[:, :, :2]
+    tally = Tally(queries / 10, queries, some / 5, some, some / 4, some)
     whole = Tally(queries / 10, queries)
-    recording = Recording(tally, tally, whole, whole, tally, tally)
+    spectrum = np.tile(np.arange(16.0, 0, -1), (2, 3, 1))
+    recording = Recording(tally, tally, whole, whole, tally, tally, whole, spectrum)
     cache = (CacheBytes(300, 1600, 200, 1700, 64), CacheBytes(310, 1600, 200, 1800, 64))
-    return Evidence(video, reference, LookAway(truth, reference, region), recording, cache, Seconds(3.0, 1.0, 0.5))
+    look_away, seconds = LookAway(truth, reference, region), Seconds(3.0, 1.0, 0.5)
+    return Evidence(video, reference, look_away, recording, cache, seconds, truth, peak_bytes=1e6)
 
 
 def test_the_family_is_complete() -> None:
@@ -59,8 +73,9 @@ def test_name_quantities_and_ranges(name: str) -> None:
         assert quantity.label
         assert quantity.low <= measured.values[quantity.name] <= quantity.high
         assert type(measured.values[quantity.name]) is float
-    assert {*measured.curves, *measured.maps, *measured.ages} <= set(measured.values)
+    assert {*measured.curves, *measured.maps, *measured.ages, *measured.positions} <= set(measured.values)
     assert all(np.allclose(curve, [0.2, 0.2]) for curve in measured.ages.values())
+    assert all(np.allclose(curve, [0.25, 0.25]) for curve in measured.positions.values())
     assert all(curve.ndim == 1 for curve in measured.curves.values())
     assert all(grid.shape == (2, 3) for grid in measured.maps.values())
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from quantwm_core import attention
 from quantwm_core.method import scheme
-from quantwm_eval.recorder import AGED, TALLIES, Recorder, sample_tokens
+from quantwm_eval.recorder import SPLIT, TALLIES, Recorder, sample_tokens
+from quantwm_eval.scoring import TOP
 from quantwm_eval.tally import Tally
 from quantwm_models.cache import LayerCache
 
@@ -63,6 +64,7 @@ def test_sums_equal_the_reference_when_every_query_is_sampled(query_heads: int) 
         last = {name: last_read(getattr(recording, name)) for name in TALLIES}
         past = true[..., sealed], rebuilt[..., sealed]
         np.testing.assert_allclose(by_head(last["selection"]), attention.selection_shift(*past)[0], atol=1e-6)
+        np.testing.assert_allclose(by_head(last["top"]), attention.selection_shift(*past, top=TOP)[0], atol=1e-6)
         np.testing.assert_allclose(by_head(last["logits"]), attention.logit_error(*past)[0], rtol=1e-4)
         np.testing.assert_allclose(by_head(last["attention"]), attention.attention_kl(true, rebuilt)[0], rtol=1e-4)
         exact = attention.attend(queries, keys[one], values[one]).reshape(HEADS, -1)
@@ -98,10 +100,26 @@ def test_the_oldest_age_is_that_of_the_first_chunk_in_the_last_read() -> None:
         assert recording.selection.part_by_age[0, :, 2].sum() == (old & moved).sum()
         share = np.square((read - keys)[video, :, first]).sum() / np.square(keys[video, :, first]).sum()
         assert recording.keys.over_ages()[2] == pytest.approx(share, rel=1e-5)
-        for name in AGED:
+        # Read twice, as age 1 and as age 2, it is one position.
+        assert recording.keys.over_positions().shape == (2,)
+        assert recording.keys.over_positions()[0] == pytest.approx(share, rel=1e-5)
+        for name in SPLIT:
             tally = getattr(recording, name)
             np.testing.assert_allclose(tally.part_by_age.sum(-1), tally.part.sum(-1))
             np.testing.assert_allclose(tally.whole_by_age.sum(-1), tally.whole.sum(-1))
+            np.testing.assert_allclose(tally.part_by_position.sum(-1), tally.part.sum(-1))
+            np.testing.assert_allclose(tally.whole_by_position.sum(-1), tally.whole.sum(-1))
+
+
+@pytest.mark.parametrize("query_heads", [HEADS, 2 * HEADS])
+def test_the_spectrum_is_that_of_all_queries(query_heads: int) -> None:
+    recorder = Recorder(samples=2)
+    given = chunks(3, query_heads)
+    roll(LayerCache(scheme("rtn"), observers=[recorder]), given)
+    queries = np.concatenate([numpy(chunk[0]).reshape(BATCH, HEADS, -1, CHANNELS) for chunk in given], 2)
+    for video, recording in enumerate(recorder.recordings()):
+        singular = np.linalg.svd(queries[video], compute_uv=False)
+        np.testing.assert_allclose(recording.spectrum[0], np.square(singular), rtol=1e-4)
 
 
 def test_passes_of_a_chunk_count_its_tokens_once() -> None:

@@ -131,7 +131,7 @@ def test_embedded_videos_decode_to_the_frames_of_the_run(page: Page) -> None:
     compared = 0
     for video in plain:
         decoded = film.decode(content(video["src"]))
-        small = decoded.reshape(12, 16, 16, 16, 16, 3).mean(axis=(2, 4))
+        small = decoded.reshape(12, 32, 8, 32, 8, 3).mean(axis=(2, 4))
         if "true video" not in str(video["aria-label"]):
             error = np.square(small - wanted[str(video["aria-label"])]).mean()
             assert 10 * np.log10(255**2 / error) > 30
@@ -145,7 +145,7 @@ def test_embedded_pictures_are_pictures(page: Page) -> None:
         kind = str(image["src"]).partition(";")[0]
         file = content(image["src"])
         if kind == "data:image/png":
-            assert matplotlib.image.imread(io.BytesIO(file)).shape[:2] == (16, 16)
+            assert matplotlib.image.imread(io.BytesIO(file)).shape[:2] == (32, 32)
         else:
             assert kind == "data:image/svg+xml"
             assert ET.fromstring(file).tag.endswith("svg")  # noqa: S314 - our own picture
@@ -249,8 +249,8 @@ def test_the_best_is_the_lowest_where_lower_is_better() -> None:
 def test_plots_tell_their_figures_in_words(product: Product) -> None:
     plots = {plot.title: plot for plot in figures.all_plots(product.results)}
     assert list(plots) == [
-        "Quality against bits", "Quality over time", "Selection shift over time", "Logit error by age",
-        "Selection shift by layer and head",
+        "Quality against bits", "Quality over time", "Drift from the truth", "Selection shift over time",
+        "Logit error by age", "Logit error by position", "Query energy", "Selection shift by layer and head",
     ]  # fmt: skip
     by_age = [
         cell.measurement.ages["logit_error"]

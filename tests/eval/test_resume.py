@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quantwm_core.errors import FormatError, StateError
+from quantwm_core.errors import FormatError, ParameterError, StateError
 from quantwm_eval import provenance, results, resume
 from quantwm_eval.evaluate import evaluate
 from quantwm_eval.experiment import Experiment, MethodChoice
@@ -185,3 +185,27 @@ def test_progress_counts_what_is_left(whole: Path) -> None:
     assert count_chunks(WANTED, FakeHost()) == 4 * 4 * chunks
     assert count_chunks(WANTED, FakeHost(), cells[:4]) == (3 + 2 * 4) * chunks  # reference and two methods, two batches
     assert count_chunks(WANTED, FakeHost(), cells) == 0
+
+
+def test_a_file_without_a_cell_blocks_nobody(tmp_path: Path, whole: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(whole.read_bytes().splitlines(keepends=True)[0])
+    other = dataclasses.replace(WANTED, frames=8)
+    assert resume.begin(path, other, SOURCE).missing == 12
+    assert results.load(path).experiment == other
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"metrics": ()}, "metrics: got 0"), ({"seeds": (-1,)}, "seeds -1"), ({"samples": -1}, "samples -1")],
+)
+def test_what_measures_nothing_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        dataclasses.replace(WANTED, **change)
+
+
+def test_without_samples_nobody_looks_on(tmp_path: Path) -> None:
+    found = measured(tmp_path / "results.jsonl", dataclasses.replace(WANTED, samples=0, scenes=(0,), kinds=("walk",)))
+    for cell in found.cells:
+        assert "selection_shift" not in cell.measurement.values
+        assert {"psnr", "seconds", "bits_per_element"} <= cell.measurement.values.keys()

@@ -62,13 +62,13 @@ def _decode(method: str) -> Call:
     return Call((list(sealed.arrays.values()), text, workspace[:, 4:24].transpose(1, 2), 3, 23), written=(2,))
 
 
-def _psac(threshold: float) -> Call:
+def _psac(threshold: float, bits: int = 8) -> Call:
     basis, energies = statistics.principal_basis(moment(), 4)
-    return Call((normal(1, 2, 70, 8), basis, energies, threshold))
+    return Call((normal(1, 2, 70, 8), basis, energies, threshold, bits))
 
 
-def _decode_psac(threshold: float) -> Call:
-    return Call((*psac.encode(*_psac(threshold).arguments), 70, 5, 69))
+def _decode_psac(threshold: float, bits: int = 8) -> Call:
+    return Call((*psac.encode(*_psac(threshold, bits).arguments), 70, 5, 69))
 
 
 def _attend_packed() -> Call:
@@ -93,7 +93,7 @@ CALLS: dict[str, tuple[Callable[[], Call], ...]] = {
     "unpack_codes": (lambda: Call((torch.tensor([[57, 2]], dtype=torch.uint8), 7)),),
     "encode_scales": (lambda: Call((normal(2, 5, 3).abs(),)),),
     "decode_scales": (lambda: Call(scales.encode(normal(2, 5, 3).abs())),),
-    "encode_affine": (lambda: Call((normal(2, 5, 24), 8)), lambda: Call((normal(3, 2, 7, 8)[:, 0], 4))),
+    "encode_affine": (lambda: Call((normal(2, 5, 24), 8, 1)), lambda: Call((normal(3, 2, 7, 8)[:, 0], 4, 3))),
     "decode_affine": (lambda: Call((*affine.encode(normal(2, 5, 24), 8), 1, 4)),),
     "fit_codebook": (
         lambda: Call((normal(1, 2, 30, 8), 6, None, 3, None)),
@@ -110,8 +110,8 @@ CALLS: dict[str, tuple[Callable[[], Call], ...]] = {
     "principal_basis": (lambda: Call((moment(), 3)),),
     "choose_centroids": (lambda: _choose(metric=False), lambda: _choose(metric=True)),
     "project_error": (lambda: Call(_psac(0.0).arguments[:2]),),
-    "encode_psac": (lambda: _psac(0.0), lambda: _psac(1.0)),
-    "decode_psac": (lambda: _decode_psac(0.0), lambda: _decode_psac(1.0)),
+    "encode_psac": (lambda: _psac(0.0), lambda: _psac(1.0), lambda: _psac(0.0, bits=4)),
+    "decode_psac": (lambda: _decode_psac(0.0), lambda: _decode_psac(1.0), lambda: _decode_psac(0.0, bits=4)),
     "attend": (lambda: Call((normal(1, 4, 5, 8), normal(1, 2, 7, 8), normal(1, 2, 7, 8, seed=1))),),
     "attend_packed": (_attend_packed,),
     "attention_logits": (lambda: Call((normal(1, 4, 5, 8), normal(1, 2, 7, 8))),),

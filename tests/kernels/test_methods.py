@@ -281,3 +281,17 @@ def test_what_does_not_fit_together_is_refused() -> None:
         methods.seal(core_methods.get("quantwm", rank=17), "keys", VALUES, moments()[0])
     with pytest.raises(DeviceError):
         methods.seal(core_methods.get("bf16"), "keys", VALUES).to("meta").to_core()
+
+
+@pytest.mark.parametrize("name", ["klt", "kvtc", "oscar"])
+def test_what_units_share_is_one_tensor(name: str) -> None:
+    moment, exact = statistics.second_moment(QUERIES, 3), core_methods.get(name)
+    chunks: list[SealedTensor] = []
+    for seed in range(3):
+        values = VALUES * 2.0**-seed
+        chunks.append(methods.seal(exact, "keys", values, moment, chunks[-1] if chunks else None))
+    first, *others = (chunk.shared for chunk in chunks)
+    assert first.keys() >= {"shared_basis", "shared_basis_scales", "shared_basis_blocks"}
+    assert all(other[part].data_ptr() == tensor.data_ptr() for other in others for part, tensor in first.items())
+    want = exact.seal("keys", to_numpy(VALUES * 0.5), CoreMoment(to_numpy(moment.mean), 1), chunks[0].to_core())
+    assert equal(chunks[1], want)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quantwm_core import psac as core_psac
 from quantwm_core import statistics as core_statistics
 from quantwm_core.errors import ParameterError, QuantWMError, ShapeError
 from quantwm_kernels import affine, packing, psac, statistics
@@ -28,7 +29,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "packing.unpack": (torch.tensor([[57, 2], [1, 3]], dtype=torch.uint8), 6),
     "scales.encode": (KEYS.abs(),),
     "scales.decode": (torch.tensor([[[448.0, 1.0]]]).to(torch.float8_e4m3fn), torch.tensor([0.3])),
-    "affine.encode": (KEYS, 4),
+    "affine.encode": (KEYS, 4, 3),
     "codebook.fit": (KEYS, 6, WEIGHTS, 3, TABLE),
     "codebook.nearest": (KEYS, TABLE, MATRIX, 3),
     "statistics.sensitivity": (MATRIX,),
@@ -36,7 +37,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "statistics.principal_basis": (MATRIX, 3),
     "qsac.choose": (KEYS, TABLE, 4, WEIGHTS, MATRIX, 2),
     "psac.project": (KEYS, BASIS[0]),
-    "psac.encode": (KEYS, *BASIS, 0.4),
+    "psac.encode": (KEYS, *BASIS, 0.4, 8),
     "attention.attend": (QUERIES, KEYS, normal(1, 2, 30, 8, seed=4)),
     "attention.logits": (QUERIES, KEYS),
     "attention.logit_error": (EXACT, APPROXIMATE),
@@ -68,6 +69,13 @@ def same(ours: Any, theirs: Any) -> bool:
         one.dtype == two.dtype and one.ravel().tobytes() == two.ravel().tobytes() and one.size == two.size
         for one, two in pairs
     )
+
+
+def test_int4_coefficients_are_those_of_core() -> None:
+    error, basis, energies = map(to_numpy, (KEYS, *BASIS))
+    ours, theirs = psac.encode(KEYS, *BASIS, bits=4), core_psac.encode(error, basis, energies, bits=4)
+    assert same(ours, theirs)
+    assert psac.decode(ours, 30).numpy().tobytes() == core_psac.decode(theirs, 30).tobytes()
 
 
 @pytest.mark.parametrize("name", CALLS)

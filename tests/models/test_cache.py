@@ -17,7 +17,7 @@ from quantwm_core.stream import Span
 from quantwm_kernels.bridge import to_numpy
 from quantwm_kernels.chunk import SealedChunk
 from quantwm_kernels.statistics import QueryMoment
-from quantwm_models import CacheObserver, LayerCache, Workspace
+from quantwm_models import CacheObserver, LayerCache, Offload, Workspace
 from quantwm_models.cache import AttentionPath
 from tests.models.chunks import bits, chunk, fill, normal
 
@@ -91,14 +91,14 @@ def test_each_chunk_is_sealed_as_core_would_with_the_queries_before_it(name: str
 
     cache = LayerCache(name, chunks_per_seal=2)
     fill(cache, 9, tokens=70)
-    plan, past, begin = cache.scheme, statistics.QueryStatistics(), 0
+    plan, past, begin, before = cache.scheme, statistics.QueryStatistics(), 0, None
     for unit in cache.chunks:
         keys, values = (to_numpy(each[:, :, unit.start : unit.stop].contiguous()) for each in history(9, 70))
         while begin + 140 <= unit.start:
             for number in (begin // 70, begin // 70 + 1):
                 past = past.observe(statistics.second_moment(to_numpy(normal(1, 4, 8, 16, seed=1000 + number)), 2))
             past, begin = past.sealed(), begin + 140
-        expected = plan.seal(keys, values, past.past, start=unit.start)
+        before = expected = plan.seal(keys, values, past.past, before, unit.start)
         for kind in ("keys", "values"):
             ours, theirs = getattr(unit, kind).arrays, getattr(expected, kind).arrays
             assert list(ours) == list(theirs)
@@ -241,7 +241,7 @@ def test_attention_from_the_packed_cache_agrees_and_needs_no_workspace(name: str
     assert caches["packed"].report().workspace_nbytes == 0
     assert caches["decoded"].report().workspace_nbytes > 0
     one, other = (cache.queries.groups[-1].moment for cache in caches.values())
-    assert (one is None) == (other is None) == (name != "quantwm")
+    assert (one is None) == (other is None) == (not caches["packed"].scheme.uses_queries)
     assert one is None or other is None or one.queries == other.queries
 
 
@@ -324,6 +324,23 @@ def test_the_report_counts_storage() -> None:
     assert cache.report().seal_seconds == report.seal_seconds > 0
     cache.clear()
     assert cache.report() == type(report)(workspace_nbytes=2 * 2 * 2 * 80 * 16)
+
+
+@pytest.mark.parametrize("offload", [None, Offload()])
+def test_what_units_share_is_counted_once_and_outlives_the_unit_that_it_came_with(offload: Offload | None) -> None:
+    cache = LayerCache("klt", lifetime=0.0, window=64, offload=offload)
+    fill(cache, 3)
+    first, second = cache.chunks
+    report = cache.report()
+    assert report.shared_nbytes == first.shared_nbytes == second.shared_nbytes > 0
+    assert report.sealed_nbytes == first.nbytes + second.nbytes - report.shared_nbytes
+    assert report.host_nbytes == (0 if offload is None else report.sealed_nbytes - report.shared_nbytes)
+    basis = first.keys.arrays["shared_basis"].data_ptr()
+    fill(cache, 6)
+    assert all(unit.start > 0 and unit.keys.arrays["shared_basis"].data_ptr() == basis for unit in cache.chunks)
+    assert cache.report().shared_nbytes == report.shared_nbytes
+    cache.clear()
+    assert cache.report().shared_nbytes == 0
 
 
 def test_bf16_storage_of_sealed_chunks_is_released() -> None:

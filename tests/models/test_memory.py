@@ -83,8 +83,8 @@ def test_a_gpu_that_is_full() -> None:
     free = memory.free_nbytes(torch.device("cuda", torch.cuda.current_device()))
     assert free
     before = torch.cuda.memory_allocated()
-    taken = torch.empty(free - 2**26, dtype=torch.uint8, device="cuda")
-    big = torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16, device="cuda").expand(1, 2, 2**21, 16)
+    taken = torch.empty(free - 2**28, dtype=torch.uint8, device="cuda")
+    big = torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16, device="cuda").expand(1, 2, 2**23, 16)
     with pytest.raises(CacheMemoryError, match=r"layer 1: out of memory.* tokens would fit"):
         cache.append(big, big)
     del taken, big

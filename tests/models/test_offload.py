@@ -1,5 +1,6 @@
 """Sealed units in host memory: the same bytes, in the same place of a read, asked for one layer ahead."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -267,6 +268,7 @@ def test_a_graph_that_is_captured_is_refused_what_it_could_not_replay() -> None:
 @gpu
 def test_memory_on_the_device_is_the_slots_and_no_more() -> None:
     def held(offload: Offload | None) -> int:
+        gc.collect()  # what other tests left must not go in between
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         caches = layers(4, offload)

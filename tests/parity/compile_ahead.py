@@ -1,14 +1,16 @@
 """Compiles every kernel for every architecture, without a GPU: ``python -m tests.parity.compile_ahead``.
 
-One line of JSON for each: kernel, variant, architecture, bytes of shared memory, registers that had to be spilled.
+One line of JSON for each: kernel, variant, architecture, bytes of shared memory, and matrix operands of fewer rows than the
+registers of a thread are arranged for, whose products would be wrong.
 Triton's interpreter replaces the compiler, so this runs as a process of its own, without ``TRITON_INTERPRET``.
 """
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -16,7 +18,7 @@ from triton.compiler import ASTSource
 
 from quantwm_kernels.launch import LAUNCHES
 from quantwm_kernels.packed_attention import WIDE_CHANNELS
-from quantwm_kernels.recipe import Form, Recipe
+from quantwm_kernels.recipe import PRODUCTS, Form, Recipe, Steps
 from quantwm_kernels.triton.reading import constants
 
 # Compute capability, and the shared memory that a program may have there.
@@ -64,8 +66,9 @@ def read(
 ) -> Case:
     """The reading kernel for two recipes."""
     recipes = constants("KEY", keys, lanes) | constants("VALUE", values, lanes)
+    launch = "read" if {keys.form, values.form}.isdisjoint(PRODUCTS) else "read_product"
     return Case(
-        "reading.read_kernel", "read", READ, recipes | {"LANES": lanes, "ALIGNED": int(aligned)}, variant, architectures
+        "reading.read_kernel", launch, READ, recipes | {"LANES": lanes, "ALIGNED": int(aligned)}, variant, architectures
     )
 
 
@@ -99,6 +102,10 @@ def attend(
     )
 
 
+SEARCH = (
+    "coefficients:*fp32 tried:*bf16 shifts:*fp32 highest:*fp32 errors:*fp32 tokens:i32 directions:i32 per_piece:i32"
+)
+PACK = "coefficients:*fp32 steps:*bf16 shifts:*fp32 highest:*fp32 places:*i64 codes:*u8 tokens:i32 directions:i32"
 # Types of the arguments of the kernels that seal, by name; a stride is a whole number of vectors.
 SEALED = {
     **dict.fromkeys(("first", "second", "queries", "high", "low", "basis", "first_stored", "second_stored"), "*bf16"),
@@ -126,11 +133,11 @@ def seal(
 ) -> Case:
     """A kernel that seals, on heads of 128 channels and 256 centroids unless ``constants`` say otherwise."""
     module, _, name = kernel.partition(".")
-    names = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name).arg_names
+    names = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name).function.arg_names
     blocks = LAUNCHES[launch].blocks
     sizes = {
         "CHANNELS": 128, "BLOCK_D": 128, "BLOCK_C": 256, "GROUP": 64, "GROUPS": 2, "GROUPS_2": 2, "GROUP_2": 64,
-        "PIECES": 64, "RANK": 8, "RANK_2": 16, "BLOCK_K": 32,
+        "PIECES": 64, "RANK": 8, "RANK_2": 16, "BLOCK_K": 32, "CANDIDATES": 1, "FED": 0, "MOST": 127,
     } | constants  # fmt: skip
     known = SEALED | {"scales": scales, "largest": largest}
     types = {each: known.get(each, "i32") for each in names if not each.isupper()}
@@ -139,6 +146,9 @@ def seal(
 
 
 CLUSTERED = Recipe(Form.AFFINE, 128, 64, 1)
+TRANSFORM = Recipe(Form.TRANSFORM, 128, rank=128)
+ROTATED = Recipe(Form.ROTATED, 128, 128, rank=128)
+SHARP = Recipe(Form.AFFINE, 128, 32, 1, rank=16, steps=Steps.NIBBLES, centroid_bits=4)
 CASES = (
     Case("packing.pack_kernel", "pack_codes", "codes:*u8 packed:*u8 codes_per_row:i32 bytes_per_row:i32 total:i64"),
     Case("packing.unpack_kernel", "unpack_codes", "packed:*u8 codes:*u8 codes_per_row:i32 bytes_per_row:i32 total:i64"),
@@ -149,19 +159,33 @@ CASES = (
     ),
     Case("scales.decode_kernel", "decode_scales", "stored:*u8 super_scale:*fp32 steps:*fp32 per_stream:i32 total:i64"),
     read("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, architectures=tuple(SHARED_NBYTES)),
-    read("quantwm, sparse", Recipe(Form.AFFINE, 256, 64, 1, rank=16, sparse=True), Recipe(Form.EXACT, 256)),
-    read("quantwm, high rank", Recipe(Form.AFFINE, 80, 40, 1, rank=24, sparse=True), Recipe(Form.AFFINE, 80, 40, 1)),
+    read("quantwm, sparse", Recipe(Form.AFFINE, 256, 64, 1, rank=16, steps=Steps.EITHER), Recipe(Form.EXACT, 256)),
+    read(
+        "quantwm, high rank",
+        Recipe(Form.AFFINE, 80, 40, 1, rank=24, steps=Steps.EITHER),
+        Recipe(Form.AFFINE, 80, 40, 1),
+    ),
+    read("quantwm, sharp", SHARP, replace(SHARP, rank=0, steps=Steps.DENSE)),
+    read("quantwm, odd", replace(SHARP, group=16, rank=5, centroid_bits=8), CLUSTERED, lanes=4, aligned=False),
     read("qvg", Recipe(Form.SYMMETRIC, 96, 48, 3), CLUSTERED, lanes=4, aligned=False),
     read("kivi", Recipe(Form.CHANNEL_MINMAX, 128, 32), Recipe(Form.MINMAX, 128, 32)),
     read("rtn", Recipe(Form.CHANNEL_AFFINE, 64, 64), Recipe(Form.AFFINE, 64, 64)),
+    read("klt", TRANSFORM, TRANSFORM, architectures=tuple(SHARED_NBYTES)),
+    read("klt, wide", Recipe(Form.TRANSFORM, 256, rank=256), Recipe(Form.EXACT, 256)),
+    read("klt, few", Recipe(Form.TRANSFORM, 80, rank=32), Recipe(Form.AFFINE, 80, 40, 1), lanes=4, aligned=False),
+    read("oscar", ROTATED, ROTATED),
+    attend("klt", TRANSFORM, TRANSFORM),
+    attend("klt, wide", Recipe(Form.TRANSFORM, 256, rank=128), Recipe(Form.EXACT, 256), architectures=(86,)),
+    attend("oscar", ROTATED, ROTATED, architectures=(90,)),
     attend("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, architectures=tuple(SHARED_NBYTES)),
     attend("quantwm, divided", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, divided=True),
     attend(
         "quantwm, wide",
-        Recipe(Form.AFFINE, 256, 64, 1, rank=16, sparse=True),
+        Recipe(Form.AFFINE, 256, 64, 1, rank=16, steps=Steps.EITHER),
         Recipe(Form.AFFINE, 256, 64, 1),
         architectures=tuple(SHARED_NBYTES),
     ),
+    attend("quantwm, sharp", SHARP, replace(SHARP, rank=0, steps=Steps.DENSE)),
     attend("bf16, wide", Recipe(Form.EXACT, 256), Recipe(Form.EXACT, 256), architectures=(86,)),
     attend("qvg", Recipe(Form.SYMMETRIC, 96, 48, 3), CLUSTERED, lanes=4, architectures=(90,)),
     attend("kivi", Recipe(Form.CHANNEL_MINMAX, 80, 32), Recipe(Form.MINMAX, 80, 32), lanes=4, architectures=(86,)),
@@ -215,22 +239,44 @@ CASES = (
         GROUP_2=32,
     ),
     seal("affine.encode_kernel", "encode_groups", variant="wide", CLUSTERED=1, CHANNELS=256, GROUPS_2=4, RANK=16),
+    seal(
+        "affine.encode_kernel",
+        "encode_groups",
+        variant="sharp",
+        CLUSTERED=1,
+        CANDIDATES=3,
+        FED=1,
+        RANK=16,
+        GROUP=32,
+        GROUPS_2=4,
+        GROUP_2=32,
+    ),
     seal("affine.decode_kernel", "decode_groups"),
     seal("symmetric.encode_kernel", "encode_symmetric"),
     seal("psac.projection_kernel", "invert_gram", variant="wide", CHANNELS=256, BLOCK_D=256, RANK=32, RANK_2=32),
     seal("psac.project_kernel", "project_error", variant="wide", CHANNELS=256, BLOCK_D=256),
     seal("psac.quantize_kernel", "quantize_coefficients", scales="*bf16", THRESHOLD=1, RANK_2=8, BLOCKS=1024),
     seal("statistics.moment_kernel", "second_moment", BLOCK=128, BLOCKS=1),
+    Case("directions.search_kernel", "search_steps", SEARCH, {"TRIED": 20, "TRIED_2": 32}),
+    Case("directions.pack_kernel", "pack_directions", PACK, {"BYTES": 32}),
+    Case("directions.pack_kernel", "pack_directions", PACK, {"BYTES": 256}, "wide", (86,)),
     seal("principal.principal_kernel", "principal_basis", WIDTH=16),
     seal("statistics.add_kernel", "add_moments"),
     seal("statistics.sensitivity_kernel", "sensitivity", largest="*i32", BLOCK=128),
 )
 
 
+def crowded(code: str) -> list[str]:
+    """Operands of matrix products whose summed axis is shorter than the four threads that share it would fill."""
+    found = re.findall(r"tensor<(\d+)x(\d+)x\w+, #ttg\.dot_op<{opIdx = (\d), parent = #\w+, kWidth = (\d+)", code)
+    operands = {(int(columns if side == "0" else rows), int(width)) for rows, columns, side, width in found}
+    return [f"{length} summed, {width} a thread" for length, width in sorted(operands) if length < 4 * width]
+
+
 def compiled(case: Case) -> Iterator[dict[str, object]]:
     """Compile a case for every architecture."""
     module, _, name = case.kernel.partition(".")
-    kernel = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
+    kernel = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name).function
     types = dict(argument.split(":") for argument in case.arguments.split())
     launch = LAUNCHES[case.launch]
     fixed = {**launch.blocks, **case.constants}
@@ -248,6 +294,7 @@ def compiled(case: Case) -> Iterator[dict[str, object]]:
             "variant": case.variant,
             "architecture": architecture,
             "shared": binary.metadata.shared,
+            "crowded": crowded(binary.asm["ttgir"]),
         }
 
 

@@ -36,6 +36,7 @@ def test_every_kernel_compiles_and_fits(tmp_path: Path) -> None:
         assert {line["architecture"] for line in lines if line["kernel"] == kernel} == set(SHARED_NBYTES)
     over = [line for line in lines if line["shared"] > SHARED_NBYTES[line["architecture"]]]
     assert over == []
+    assert [line for line in lines if line["crowded"]] == []
 
 
 def test_every_kernel_has_a_case(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_plan_waits_for_nothing_allocates_nothing_and_compiles_once(gpu: torch
     plan.into(*outputs)
     torch.cuda.synchronize()
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
-    compiled = sum(len(caches[0]) for caches in kernels.read_kernel.device_caches.values())
+    compiled = sum(len(caches[0]) for caches in kernels.read_kernel.function.device_caches.values())
     torch.cuda.set_sync_debug_mode("error")
     try:
         plan.into(*outputs)
@@ -141,7 +141,7 @@ def test_a_plan_waits_for_nothing_allocates_nothing_and_compiles_once(gpu: torch
         torch.cuda.set_sync_debug_mode("default")
     assert before_tables == allocations
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations + 1  # the other plan's table
-    assert sum(len(caches[0]) for caches in kernels.read_kernel.device_caches.values()) == compiled
+    assert sum(len(caches[0]) for caches in kernels.read_kernel.function.device_caches.values()) == compiled
     plan.into(*outputs)
     check(*outputs)
 

@@ -9,12 +9,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantwm_core import affine, clustered, codebook, psac, symmetric
+from quantwm_core import (
+    affine,
+    allocation,
+    basis,
+    blocks,
+    clustered,
+    codebook,
+    directions,
+    packing,
+    psac,
+    rounding,
+    symmetric,
+    transform,
+)
 from quantwm_core import methods as core_methods
 from quantwm_core.chunk import KINDS, Kind
 from quantwm_core.chunk import SealedTensor as CoreTensor
 from quantwm_core.errors import DeviceError, DomainError, ParameterError
-from quantwm_core.method import Method
+from quantwm_core.method import Method, decode_tensor
 from quantwm_core.method import scheme as make_scheme
 from quantwm_core.methods.quantwm import PSAC_PARTS
 from quantwm_core.statistics import QueryMoment as CoreMoment
@@ -33,6 +46,8 @@ kernels = pytest.importorskip("quantwm_kernels.triton.sealing", exc_type=ImportE
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 CLUSTERED = ("quantwm", "qvg")
+TRANSFORMS = ("klt", "kvtc")
+ROTATED = ("oscar",)
 
 
 def begin(
@@ -59,7 +74,8 @@ def residual_of(unit: np.ndarray, sealed: CoreTensor) -> np.ndarray:
     left = unit.astype(np.float32)
     for suffix in ("", "_2", "_3"):
         if f"index{suffix}" in sealed.arrays:
-            left = left - clustered.gather(sealed.arrays[f"centroids{suffix}"], sealed.arrays[f"index{suffix}"])
+            table = clustered.table(sealed.arrays) if suffix == "" else sealed.arrays[f"centroids{suffix}"]
+            left = left - clustered.gather(table, sealed.arrays[f"index{suffix}"])
     return left
 
 
@@ -67,6 +83,12 @@ def check(ours: SealedTensor, unit: np.ndarray, method: Method, kind: Kind, mome
     """Hold a sealed tensor against the reference: in form, and in all bytes that follow from codebook and index."""
     sealed, reference = numpy_of(ours), method.seal(kind, unit, moment)
     assert (sealed.method, sealed.parameters, sealed.shape) == (method.name, reference.parameters, unit.shape)
+    if method.name in ROTATED:
+        check_rotated(sealed, reference, unit, kind)
+        return
+    if method.name in TRANSFORMS:
+        check_transform(sealed, reference, unit, method, kind, moment)
+        return
     if method.name not in CLUSTERED:
         assert_arrays(kind, dict(sealed.arrays), dict(reference.arrays))
         return
@@ -76,14 +98,99 @@ def check(ours: SealedTensor, unit: np.ndarray, method: Method, kind: Kind, mome
         kinds = [(array.dtype, array.shape) for array in (sealed.arrays[name], reference.arrays[name])]
         assert kinds[0] == kinds[1], name
     residual, size = residual_of(unit, sealed), unit.shape[-1] // reference.arrays["scales"].shape[-1]
-    code: Any = affine.encode(residual, size)
-    if "zero_points" not in sealed.arrays:
-        code = symmetric.encode(residual, size)
-    for name, want in vars(code).items():
-        assert_bits(f"{kind} {name}", sealed.arrays[name], want)
+    check_residual(sealed, residual, size, method, moment if kind == "keys" else None)
     if "basis" in sealed.arrays:
         check_compensation(sealed, reference, unit, method)
     assert ours.nbytes == sealed.nbytes
+
+
+def check_transform(
+    sealed: CoreTensor, reference: CoreTensor, unit: np.ndarray, method: Any, kind: Kind, moment: CoreMoment | None
+) -> None:
+    """Codes that follow from our basis, order and steps; and nothing lost to the reference's choice of these."""
+    check_forms(sealed, reference, kind)
+    metrics = np.zeros((*unit.shape[:2], unit.shape[3], unit.shape[3]))
+    if moment is not None and method.uses_queries(kind):
+        metrics = moment.mean.astype(np.float64)
+    sources = transform.sources(unit, metrics, getattr(method, "damp", 0.0))
+    bases, arrays = basis.Basis.of(sealed.arrays).streams(), sealed.arrays
+    byte, direction = 0, 0
+    for source, stored, counts in zip(sources, bases, arrays["blocks"].reshape(-1, 3), strict=True):
+        size, coded = unit.shape[2] * allocation.token_bytes(counts), allocation.directions(counts)
+        rows = basis.wide(*stored)[arrays["order"][direction : direction + coded]]
+        coefficients = (source.residual @ basis.projector(rows, source.metric).T).astype(np.float32)
+        steps = np.ldexp(arrays["steps"][direction : direction + coded].astype(np.float32), -source.exponent)
+        want = directions.quantize(coefficients, allocation.widths(counts), steps.astype("bfloat16"))
+        got = blocks.unpack(arrays["codes"][byte : byte + size].reshape(unit.shape[2], -1), counts)
+        moves = (steps > 0) & (steps > 1e-5 * np.abs(source.residual).max())  # a direction of rounding errors is noise
+        pair = [torch.from_numpy(codes[:, moves].astype(np.float32)) for codes in (got, want)]
+        assert_close("codes", pair[0], pair[1], TOLERANCES["coefficients"])
+        byte, direction = byte + size, direction + coded
+    check_errors(sealed, reference, unit)
+
+
+def check_rotated(sealed: CoreTensor, reference: CoreTensor, unit: np.ndarray, kind: Kind) -> None:
+    check_forms(sealed, reference, kind)
+    assert_bits("fitted", sealed.arrays["shared_fitted"], reference.arrays["shared_fitted"])
+    check_errors(sealed, reference, unit)
+
+
+def check_forms(sealed: CoreTensor, reference: CoreTensor, kind: Kind) -> None:
+    assert sealed.arrays.keys() == reference.arrays.keys()
+    for name, want in reference.arrays.items():
+        assert (sealed.arrays[name].dtype, sealed.arrays[name].ndim) == (want.dtype, want.ndim), name
+    method = core_methods.get(sealed.method, **sealed.parameters)
+    assert sealed.nbytes <= method.nbytes(kind, sealed.shape, first=False)
+
+
+def check_errors(sealed: CoreTensor, reference: CoreTensor, unit: np.ndarray) -> None:
+    """Eigenvectors of eigenvalues that are alike turn freely, so the two may err differently, but not more."""
+    exact = unit.astype(np.float64)
+    scale = np.abs(exact).max()
+    ours, theirs = (
+        float(np.square((decode_tensor(each).astype(np.float64) - exact) / max(scale, 1e-300)).mean())
+        for each in (sealed, reference)
+    )
+    assert ours <= 1.3 * theirs + 2.0**-18
+
+
+def check_residual(sealed: CoreTensor, residual: np.ndarray, size: int, method: Any, moment: CoreMoment | None) -> None:
+    """Codes of the residual that our codebook and index leave."""
+    code: Any = affine.encode(residual, size) if "zero_points" in sealed.arrays else symmetric.encode(residual, size)
+    if method.name == "quantwm":
+        fed = method.rounding == "feedback" and moment is not None
+        code = searched(sealed, residual, size, method.scale_candidates, fed=fed)
+        if fed and moment is not None:
+            check_feedback(sealed, residual, code, rounding.feedback(moment.mean, sealed.arrays.get("basis")))
+            return
+    for name, want in vars(code).items():
+        assert_bits(name, sealed.arrays[name], want)
+
+
+def searched(sealed: CoreTensor, residual: np.ndarray, size: int, candidates: int, *, fed: bool) -> affine.AffineCode:
+    """The reference's code; where another share of the range loses as little, the one that was stored.
+
+    ``fed``: the stored codes are chosen with feedback, so they do not say what the search saw.
+    """
+    best = affine.encode(residual, size, candidates)
+    if candidates == 1:
+        return best
+    ours = clustered.affine_code(sealed.arrays)
+    lost = [
+        np.square(residual - affine.decode(each)).reshape(*best.scales.shape, size).sum(-1) for each in (ours, best)
+    ]
+    same = ours.scales.view(np.uint8) == best.scales.view(np.uint8)
+    assert fed or (lost[0] <= lost[1] * (1 + 1e-5) + 1e-30)[~same].all()
+    assert (~same).mean() <= TOLERANCES["searched"].share
+    return rounding.refine(residual, ours, np.zeros((*residual.shape[:2], *residual.shape[-1:] * 2), np.float32))
+
+
+def check_feedback(sealed: CoreTensor, residual: np.ndarray, code: affine.AffineCode, matrix: np.ndarray) -> None:
+    """The matrix is computed otherwise, so a code next to a tie may fall to either side, and those after it follow."""
+    want = rounding.refine(residual, code, matrix)
+    stored = (sealed.arrays["codes"], want.codes)
+    ours, theirs = (torch.from_numpy(packing.unpack(each, residual.shape[-1])) for each in stored)
+    assert_close("codes", ours, theirs, TOLERANCES["feedback"])
 
 
 def check_compensation(sealed: CoreTensor, reference: CoreTensor, unit: np.ndarray, method: Any) -> None:
@@ -93,14 +200,19 @@ def check_compensation(sealed: CoreTensor, reference: CoreTensor, unit: np.ndarr
     error = unit.astype(np.float32) - clustered.decode(sealed.arrays, 0, unit.shape[2])
     coefficients = psac.project(error, sealed.arrays["basis"])
     scales = sealed.arrays["coefficient_scales"].astype(np.float32)
+    most = psac.COEFFICIENT_MAX[method.coefficient_bits]
     largest = np.abs(coefficients).max(axis=-2)
-    assert (largest <= scales * np.float32(127.001)).all()
-    assert (scales <= largest / 127 * (1 + 2.0**-6)).all()
+    if method.coefficient_bits == 4:
+        largest = np.minimum(largest, 3 * np.sqrt(np.square(coefficients).mean(axis=-2)))
+    assert (largest <= scales * np.float32(most * 1.00001)).all()
+    assert (scales <= largest / most * (1 + 2.0**-6)).all()
     steps = torch.from_numpy(np.round(method.decode(sealed).astype(np.float32) * 0))  # decodes at all
     assert torch.isfinite(steps).all()
     if "layout" not in sealed.arrays and not method.threshold:
-        ratio = np.clip(np.rint(coefficients / np.where(scales > 0, scales, np.inf)[..., None, :]), -127, 127)
-        ours = torch.from_numpy(sealed.arrays["coefficients"].astype(np.float32).reshape(ratio.shape))
+        ratio = np.clip(np.rint(coefficients / np.where(scales > 0, scales, np.inf)[..., None, :]), -most, most)
+        stored = sealed.arrays["coefficients"]
+        whole = packing.unpack_nibbles(stored, ratio.shape[-1]) if method.coefficient_bits == 4 else stored
+        ours = torch.from_numpy(whole.astype(np.float32).reshape(ratio.shape))
         assert_close("steps", ours, torch.from_numpy(ratio), TOLERANCES["coefficients"])
 
 
@@ -226,6 +338,29 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
             begin(device, [(method, "keys", unit)], strategies.moment(1, 1, 32))
 
 
+@pytest.mark.parametrize("name", [*TRANSFORMS, *ROTATED])
+def test_a_unit_is_sealed_in_the_basis_of_the_one_before(device: torch.device, name: str) -> None:
+    units = [strategies.unit(("normal", "clusters"), seed, 65, 64) for seed in (1, 2)]
+    moment = strategies.moment(5, 2, 64)
+    settings: list[tuple[dict[str, Any], bool]] = [({"lifetime": 0.0}, True), ({"lifetime": 1e9}, name == "oscar")]
+    for parameters, same in settings:
+        method = core_methods.get(name, **({} if name == "oscar" else parameters))
+        first = begin(device, [(method, "keys", units[0]), (method, "values", units[0])], moment).wait()
+        second = begin(device, [(method, "keys", units[1]), (method, "values", units[1])], moment, first).wait()
+        for before, after, kind in zip(first, second, KINDS, strict=True):
+            assert (after.arrays["shared_basis"] is before.arrays["shared_basis"]) == same
+            if same:
+                reference = method.seal(kind, units[1], moment, numpy_of(before))
+                check_errors(numpy_of(after), reference, units[1])
+
+
+def test_a_basis_elsewhere_is_refused(device: torch.device) -> None:
+    method, unit = core_methods.get("klt"), strategies.unit(("normal",), 1, 40, 32)
+    before = [sealed.to("meta") for sealed in begin(device, [(method, "keys", unit)]).wait()]
+    with pytest.raises(DeviceError, match="chunk 7, keys: the basis of the unit before is on meta"):
+        begin(device, [(method, "keys", unit)], None, before)
+
+
 def test_a_codebook_elsewhere_is_no_warm_start(device: torch.device) -> None:
     method = core_methods.get("quantwm", warm_start=True, iterations=0)
     unit = strategies.unit(("normal",), 1, 40, 32)
@@ -248,7 +383,7 @@ def test_nothing_is_waited_for_while_a_chunk_is_begun(gpu: torch.device) -> None
     keys, values = (torch.randn(1, 4, 300, 128, device=gpu).bfloat16() for _ in range(2))
     moment = QueryMoment(torch.randn(1, 4, 200, 128, device=gpu).mT @ torch.randn(1, 4, 200, 128, device=gpu), 200)
     moment = QueryMoment(moment.mean @ moment.mean.mT, 200)
-    schemes = [make_scheme(name) for name in core_methods.names()]
+    schemes = [*(make_scheme(name) for name in core_methods.names()), make_scheme("quantwm", preset="sharp")]
     for scheme in schemes:  # compiled, and pinned memory cached
         methods.seal_chunk(scheme, keys, values, moment)
     torch.cuda.synchronize()
@@ -261,16 +396,18 @@ def test_nothing_is_waited_for_while_a_chunk_is_begun(gpu: torch.device) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", core_methods.names())
+@pytest.mark.parametrize("name", [*core_methods.names(), "sharp"])
 def test_a_sealed_unit_is_read_back(gpu: torch.device, name: str) -> None:
     keys, values = (torch.randn(2, 3, 300, 64, device=gpu).bfloat16() for _ in range(2))
-    made = core_methods.get(name)
-    chunk = methods.seal_chunk(make_scheme(name), keys, values)
+    scheme = make_scheme("quantwm", preset=name) if name == "sharp" else make_scheme(name)
+    made = scheme.keys
+    queries = torch.randn(2, 3, 200, 64, device=gpu)
+    chunk = methods.seal_chunk(scheme, keys, values, QueryMoment(queries.mT @ queries / 200, 200))
     for sealed, exact in ((chunk.keys, keys), (chunk.values, values)):
         out = torch.empty_like(exact)
         methods.decode_into(sealed, out)
         want = to_torch(np.array(made.decode(numpy_of(sealed))))
         assert_close("decoded", out, want, TOLERANCES["decoded"])
         assert to_numpy(out.cpu()).shape == sealed.shape
-    single = methods.seal(made, "keys", keys)
-    assert single.nbytes == chunk.keys.nbytes
+    single = methods.seal(made, "values", values)
+    assert single.nbytes == chunk.values.nbytes

@@ -31,9 +31,11 @@ def parser() -> argparse.ArgumentParser:
     compress.add_argument("--chunks-per-seal", type=int, metavar="M", help="chunks per sealed unit")
     compress.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="parameter, such as rank=16")
     compress.add_argument("--out", type=Path, help=f"default: FILE with {SUFFIX}")
+    compress.add_argument("--overwrite", action="store_true", help="replace what stands at --out")
     restore = commands.add_parser("restore", help="sealed chunks -> BF16 keys and values")
     restore.add_argument("file", type=Path)
     restore.add_argument("--out", type=Path, help="default: FILE with .restored.safetensors")
+    restore.add_argument("--overwrite", action="store_true", help="replace what stands at --out")
     inspect = commands.add_parser("inspect", help="what a compressed file holds, byte for byte")
     inspect.add_argument("file", type=Path)
     inspect.add_argument("--json", action="store_true", help="a JSON object a chunk")
@@ -52,34 +54,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compress(options: argparse.Namespace) -> None:
+    out = options.out or options.file.with_name(options.file.name.removesuffix(".safetensors") + SUFFIX)
+    _check_free(out, options)
     arrays, _ = chunk.read_arrays(options.file)
     scheme = _scheme(options)
     layers = {}
     for number, dump in archive.collect(arrays).items():
         layers[number] = archive.compress(dump, scheme, options.chunk, number)
-    out = options.out or options.file.with_name(options.file.name.removesuffix(".safetensors") + SUFFIX)
-    _check_apart(options.file, out)
     chunk.save(out, layers)
     print(f"{out}: {_summary(layers)}")
 
 
 def _restore(options: argparse.Namespace) -> None:
+    stem = options.file.name.removesuffix(SUFFIX).removesuffix(".safetensors")
+    out = options.out or options.file.with_name(f"{stem}.restored.safetensors")
+    _check_free(out, options)
     layers, _ = chunk.load(options.file)
     arrays: dict[str, np.ndarray] = {}
     for number, chunks in layers.items():
         dump = archive.restore(chunks)
         arrays |= {f"layer.{number}.keys": dump.keys, f"layer.{number}.values": dump.values}
-    stem = options.file.name.removesuffix(SUFFIX).removesuffix(".safetensors")
-    out = options.out or options.file.with_name(f"{stem}.restored.safetensors")
-    _check_apart(options.file, out)
     chunk.write_arrays(out, arrays)
     print(f"{out}: {sum(array.nbytes for array in arrays.values())} bytes of BF16")
 
 
-def _check_apart(source: Path, out: Path) -> None:
-    """Refuse to write over the file that was read."""
-    if out.resolve() == source.resolve():
+def _check_free(out: Path, options: argparse.Namespace) -> None:
+    """Refuse to write over the file that is read, or over another one unless told to."""
+    if out.resolve() == options.file.resolve():
         raise ParameterError(f"{out}: that is the input itself; name another file with --out")
+    if out.is_file() and not options.overwrite:
+        raise ParameterError(f"{out}: exists; name another file with --out, or add --overwrite")
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -101,9 +105,11 @@ def _inspect(options: argparse.Namespace) -> None:
 def _summary(layers: dict[int, list[chunk.SealedChunk]]) -> str:
     """Totals over a file."""
     every = [sealed for chunks in layers.values() for sealed in chunks]
-    stored, plain = sum(sealed.nbytes for sealed in every), sum(sealed.bf16_nbytes for sealed in every)
+    own, shared = chunk.stored_nbytes(every)
+    stored, plain = own + shared, sum(sealed.bf16_nbytes for sealed in every)
     ratio = f", ratio {plain / stored:.3f}" if stored else ""
-    return f"{len(every)} chunks, {stored} bytes for {plain} bytes of BF16{ratio}"
+    of_them = f" ({shared} shared by chunks)" if shared else ""
+    return f"{len(every)} chunks, {stored} bytes{of_them} for {plain} bytes of BF16{ratio}"
 
 
 def _scheme(options: argparse.Namespace) -> method.Scheme:

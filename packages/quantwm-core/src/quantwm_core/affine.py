@@ -7,6 +7,9 @@ For a group ``x`` of ``G`` consecutive channels of one token::
     code = clip(round(x / s') + z, 0, 3)                         x^ = (code - z) * s'
 
 Rounding is half-to-even. Zero is always representable, and ``s' = 0`` exactly when the group is all zero.
+
+A scale may be searched: the range is shrunk by eighths, ``lo`` and ``hi`` alike, and the fraction with the smallest squared
+error is kept (ours). Clipping the few outermost values of a group pays for a finer grid under all others.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from quantwm_core.errors import ParameterError, ShapeError
 
 LEVELS = 3
 MAX_GROUP = 64
+FRACTIONS = (1.0, 0.875, 0.75, 0.625)
+"""Shares of a group's range that a search tries, in order; FP32 holds them exactly."""
 
 
 def default_group_size(channels: int) -> int:
@@ -91,8 +96,17 @@ def group_range(
     return np.minimum(groups.min(axis=-1), zero), np.maximum(groups.max(axis=-1), zero)
 
 
+def check_scale_candidates(candidates: int) -> None:
+    """Raise :class:`ParameterError` unless so many of :data:`FRACTIONS` can be tried.
+
+    >>> check_scale_candidates(3)
+    """
+    if not 1 <= candidates <= len(FRACTIONS):
+        raise ParameterError(f"scale candidates {candidates}: need 1 (the full range) to {len(FRACTIONS)}")
+
+
 def encode_groups(
-    groups: Float32[np.ndarray, "*streams rows columns size"],
+    groups: Float32[np.ndarray, "*streams rows columns size"], scale_candidates: int = 1
 ) -> tuple[
     UInt8[np.ndarray, "*streams rows columns size"],
     Float8e4m3fn[np.ndarray, "*streams rows columns"],
@@ -101,17 +115,51 @@ def encode_groups(
 ]:
     """Quantize values whose groups lie along the last axis; the streams share no scale.
 
+    Args:
+        groups: FP32, finite.
+        scale_candidates: How many of :data:`FRACTIONS` compete for each scale; ties go to the larger one.
+
     Returns:
         codes and zero-points (uint8, 0 to 3, not yet packed), E4M3 scales, FP32 super-scale.
     """
     zero = np.float32(0)
     low, high = np.minimum(groups.min(axis=-1), zero), np.maximum(groups.max(axis=-1), zero)
-    stored, super_scale = scales.encode((high - low) / np.float32(LEVELS))
+    span = (high - low) / np.float32(LEVELS)
+    super_scale = scales.super_scale_of(span)
+    codes, stored, zero_points = _on_grid(groups, low, span, super_scale)
+    if scale_candidates == 1:
+        return codes, stored, zero_points, super_scale
+    lost = _squared_error(groups, codes, stored, zero_points, super_scale)
+    for fraction in np.array(FRACTIONS[1:scale_candidates], np.float32):
+        other = _on_grid(groups, low * fraction, span * fraction, super_scale)
+        other_lost = _squared_error(groups, *other, super_scale)
+        better = other_lost < lost
+        lost = np.where(better, other_lost, lost)
+        codes = np.where(better[..., None], other[0], codes)
+        stored, zero_points = np.where(better, other[1], stored), np.where(better, other[2], zero_points)
+    return codes, stored, zero_points, super_scale
+
+
+def _on_grid(
+    groups: np.ndarray, low: np.ndarray, span: np.ndarray, super_scale: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, stored scales and zero-points of groups whose grid starts at ``low`` and has steps of ``span``."""
+    stored = scales.store(span, super_scale)
     step = scales.decode(stored, super_scale)
     divisor = np.where(step > 0, step, np.float32(1))  # an all-zero group: any divisor gives code = zero-point = 0
     zero_points = np.clip(np.rint(-low / divisor), 0, LEVELS)
     codes = np.clip(np.rint(groups / divisor[..., None]) + zero_points[..., None], 0, LEVELS)
-    return codes.astype(np.uint8), stored, zero_points.astype(np.uint8), super_scale
+    return codes.astype(np.uint8), stored, zero_points.astype(np.uint8)
+
+
+def _squared_error(
+    groups: np.ndarray, codes: np.ndarray, stored: np.ndarray, zero_points: np.ndarray, super_scale: np.ndarray
+) -> np.ndarray:
+    """Of each group, in units of the super-scale's power of two, so that squares neither overflow nor vanish."""
+    exponent = np.frexp(super_scale)[1][..., None, None]
+    difference = groups - decode_groups(codes, stored, zero_points, super_scale)
+    lost: np.ndarray = np.square(np.ldexp(difference, -exponent[..., None])).sum(axis=-1)
+    return lost
 
 
 def decode_groups(
@@ -126,12 +174,15 @@ def decode_groups(
     return signed.astype(np.float32) * step[..., None]
 
 
-def encode(values: Float32[np.ndarray, "*streams tokens channels"], group_size: int) -> AffineCode:
+def encode(
+    values: Float32[np.ndarray, "*streams tokens channels"], group_size: int, scale_candidates: int = 1
+) -> AffineCode:
     """Quantize FP32 values to 2 bits in groups of consecutive channels of a token.
 
     Args:
         values: FP32 ``[*streams, tokens, channels]``, finite.
         group_size: Channels that share a scale; a multiple of 4 that divides ``channels``.
+        scale_candidates: How many of :data:`FRACTIONS` compete for each scale.
 
     Raises:
         ParameterError: The group size does not fit.
@@ -142,7 +193,7 @@ def encode(values: Float32[np.ndarray, "*streams tokens channels"], group_size: 
     """
     groups = check_group_size(values.shape[-1], group_size)
     grouped = values.reshape(*values.shape[:-1], groups, group_size)
-    codes, stored, zero_points, super_scale = encode_groups(grouped)
+    codes, stored, zero_points, super_scale = encode_groups(grouped, scale_candidates)
     flat_zero_points = zero_points.reshape(*super_scale.shape, -1)
     return AffineCode(packing.pack(codes.reshape(values.shape)), stored, packing.pack(flat_zero_points), super_scale)
 

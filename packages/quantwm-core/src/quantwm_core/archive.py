@@ -129,18 +129,27 @@ def restore(chunks: list[SealedChunk]) -> Dump:
 
 
 def rows(layers: Mapping[int, list[SealedChunk]]) -> Iterator[dict[str, int | str | float]]:
-    """What a file holds, a row per chunk: layer, tokens, methods, bytes and ratio to BF16."""
+    """What a file holds, a row per chunk: layer, tokens, methods, bytes and ratio to BF16.
+
+    ``shared_bytes``, which are among ``bytes``, are of arrays that stand in this chunk and may serve later ones.
+    """
     for layer, chunks in layers.items():
+        known: set[int] = set()
         for chunk in chunks:
+            arrays = {id(array): array.nbytes for part in (chunk.keys, chunk.values) for array in part.shared.values()}
+            shared = sum(nbytes for array, nbytes in arrays.items() if array not in known)
+            known |= arrays.keys()
+            nbytes = chunk.nbytes - chunk.shared_nbytes + shared
             yield {
                 "layer": layer,
                 "start": chunk.start,
                 "stop": chunk.stop,
                 "keys": chunk.keys.method,
                 "values": chunk.values.method,
-                "bytes": chunk.nbytes,
+                "bytes": nbytes,
+                "shared_bytes": shared,
                 "bf16_bytes": chunk.bf16_nbytes,
-                "ratio": round(chunk.bf16_nbytes / chunk.nbytes, 3),
+                "ratio": round(chunk.bf16_nbytes / nbytes, 3),
             }
 
 

@@ -3,6 +3,9 @@
 A file is one safetensors file, so any safetensors library reads it. Arrays are called
 ``layer.L.chunk.I.keys.NAME`` and ``layer.L.chunk.I.values.NAME``; the metadata hold ``format = quantwm/1`` and, under
 ``chunks``, the method, parameters, shape and token range of every chunk as JSON.
+
+An array whose name begins with :data:`SHARED` may be one and the same in several units, such as the basis of a transform
+code. Memory and files hold it once: a method takes it from the unit before, a file names the unit that holds it.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import json
 import operator
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +29,8 @@ FORMAT_VERSION = 1
 Kind = Literal["keys", "values"]
 KINDS: tuple[Kind, Kind] = ("keys", "values")
 Parameter = int | float | str | bool | None
+SHARED = "shared_"
+"""How the names of arrays begin that several units may have in common."""
 
 _DTYPES = {
     "BF16": BF16, "F8_E4M3": E4M3, "U8": np.dtype("uint8"), "I8": np.dtype("int8"), "I32": np.dtype("int32"),
@@ -54,6 +59,16 @@ class SealedTensor:
     def nbytes(self) -> int:
         """Bytes of storage: the sum over all arrays."""
         return sum(array.nbytes for array in self.arrays.values())
+
+    @property
+    def shared(self) -> dict[str, np.ndarray]:
+        """Arrays that other units may have, too."""
+        return {name: array for name, array in self.arrays.items() if name.startswith(SHARED)}
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of :attr:`shared`, which are among :attr:`nbytes`."""
+        return sum(array.nbytes for array in self.shared.values())
 
     @property
     def bf16_nbytes(self) -> int:
@@ -110,9 +125,31 @@ class SealedChunk:
         return self.keys.nbytes + self.values.nbytes
 
     @property
+    def shared_nbytes(self) -> int:
+        """Bytes of the arrays that other units may have, too; they are among :attr:`nbytes`."""
+        return self.keys.shared_nbytes + self.values.shared_nbytes
+
+    @property
     def bf16_nbytes(self) -> int:
         """Bytes of the BF16 keys and values it stands for."""
         return self.keys.bf16_nbytes + self.values.bf16_nbytes
+
+
+def stored_nbytes(chunks: Iterable[SealedChunk]) -> tuple[int, int]:
+    """Bytes of units together: what is each one's own, and what they share, every array once.
+
+    >>> tensor = SealedTensor("klt", {}, (1, 1, 2, 8), {"codes": np.zeros(4, np.uint8), "shared_basis": np.zeros(64)})
+    >>> stored_nbytes([SealedChunk(tensor, tensor, 0), SealedChunk(tensor, tensor, 2)])
+    (16, 512)
+    """
+    several = list(chunks)
+    shared = {id(array): array.nbytes for each in several for kind in KINDS for array in _shared(each, kind).values()}
+    return sum(each.nbytes - each.shared_nbytes for each in several), sum(shared.values())
+
+
+def _shared(chunk: SealedChunk, kind: Kind) -> dict[str, np.ndarray]:
+    tensor: SealedTensor = getattr(chunk, kind)
+    return tensor.shared
 
 
 def save(
@@ -138,13 +175,20 @@ def save(
     header: list[dict[str, Any]] = []
     arrays: dict[str, np.ndarray] = {}
     for layer, chunks in layers.items():
+        held: dict[tuple[Kind, str, int], int] = {}  # which chunk of the layer holds a shared array
         for number, chunk in enumerate(chunks):
             entry: dict[str, Any] = {"layer": layer, "chunk": number, "start": chunk.start, "version": chunk.version}
             for kind in KINDS:
                 tensor: SealedTensor = getattr(chunk, kind)
                 entry[kind] = {"method": tensor.method, "parameters": dict(tensor.parameters), "shape": tensor.shape}
+                holders = {
+                    name: held.setdefault((kind, name, id(array)), number) for name, array in tensor.shared.items()
+                }
+                elsewhere = {name: holder for name, holder in holders.items() if holder != number}
+                if elsewhere:
+                    entry[kind]["shared"] = elsewhere
                 prefix = f"layer.{layer}.chunk.{number}.{kind}."
-                arrays |= {prefix + name: array for name, array in tensor.arrays.items()}
+                arrays |= {prefix + name: array for name, array in tensor.arrays.items() if name not in elsewhere}
             header.append(entry)
     write_arrays(path, arrays, extra | {"format": f"quantwm/{FORMAT_VERSION}", "chunks": json.dumps(header)})
 
@@ -171,7 +215,8 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[int, list[SealedChunk]], di
     layers: dict[int, list[SealedChunk]] = {}
     try:
         for entry in json.loads(metadata.pop("chunks")):
-            tensors = {kind: _tensor(entry, kind, arrays) for kind in KINDS}
+            earlier = layers.get(entry["layer"], [])
+            tensors = {kind: _tensor(entry, kind, arrays, earlier) for kind in KINDS}
             numbers = (operator.index(entry[name]) for name in ("layer", "start", "version"))
             layer, start, chunk_version = numbers
             chunk = SealedChunk(**tensors, start=start, version=chunk_version)
@@ -183,8 +228,10 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[int, list[SealedChunk]], di
     return layers, metadata
 
 
-def _tensor(entry: dict[str, Any], kind: Kind, arrays: dict[str, np.ndarray]) -> SealedTensor:
-    """Take one tensor's arrays out of ``arrays``."""
+def _tensor(
+    entry: dict[str, Any], kind: Kind, arrays: dict[str, np.ndarray], earlier: Sequence[SealedChunk]
+) -> SealedTensor:
+    """Take one tensor's arrays out of ``arrays``; those that it shares, from the ``earlier`` chunk that holds them."""
     prefix = f"layer.{entry['layer']}.chunk.{entry['chunk']}.{kind}."
     names = [name for name in arrays if name.startswith(prefix)]
     method, parameters = entry[kind]["method"], entry[kind]["parameters"]
@@ -194,6 +241,10 @@ def _tensor(entry: dict[str, Any], kind: Kind, arrays: dict[str, np.ndarray]) ->
     if not names:
         raise KeyError(f"{prefix}*")
     own = {name.removeprefix(prefix): arrays.pop(name) for name in names}
+    for name, holder in entry[kind].get("shared", {}).items():
+        if not 0 <= operator.index(holder) < len(earlier):
+            raise ValueError(f"{prefix}{name} is said to be in chunk {holder}, which does not stand before it")
+        own[name] = _shared(earlier[holder], kind)[name]
     return SealedTensor(method, parameters, (batch, heads, tokens, channels), own)
 
 

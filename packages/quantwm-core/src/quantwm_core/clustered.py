@@ -7,10 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import BFloat16, Float32, UInt8
 
-from quantwm_core import affine
+from quantwm_core import affine, integer_table, rounding
 
 AFFINE_PARTS = ("codes", "scales", "zero_points", "super_scale")
 PARTS = (*AFFINE_PARTS, "index", "centroids")
+TABLE_SCALES = "centroid_scales"
 
 
 def gather(
@@ -34,18 +35,38 @@ def affine_code(arrays: Mapping[str, np.ndarray]) -> affine.AffineCode:
     return affine.AffineCode(**{part: arrays[part] for part in AFFINE_PARTS})
 
 
+def table(arrays: Mapping[str, np.ndarray]) -> BFloat16[np.ndarray, "*streams centroids channels"]:
+    """Centroids of a sealed tensor, whichever way they are stored."""
+    stored: np.ndarray = arrays["centroids"]
+    return integer_table.decode(stored, arrays[TABLE_SCALES]) if TABLE_SCALES in arrays else stored
+
+
 def encode(
     values: Float32[np.ndarray, "*streams tokens channels"],
     centroids: BFloat16[np.ndarray, "*streams centroids channels"],
     index: UInt8[np.ndarray, "*streams tokens"],
     group_size: int,
+    scale_candidates: int = 1,
+    feedback: Float32[np.ndarray, "*streams channels channels"] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Code ``values`` against their centroids; the residual is taken from the stored BF16 centroid."""
-    code = affine.encode(values - gather(centroids, index), group_size)
+    """Code ``values`` against their centroids; the residual is taken from the stored centroid.
+
+    Args:
+        values: What is coded.
+        centroids: Stored codebook.
+        index: Centroid of each token.
+        group_size: Channels per scale.
+        scale_candidates: See :func:`quantwm_core.affine.encode_groups`.
+        feedback: Matrix of :func:`quantwm_core.rounding.feedback`; None rounds each channel for itself.
+    """
+    residual = values - gather(centroids, index)
+    code = affine.encode(residual, group_size, scale_candidates)
+    if feedback is not None:
+        code = rounding.refine(residual, code, feedback)
     return {**affine_arrays(code), "index": index, "centroids": centroids}
 
 
 def decode(arrays: Mapping[str, np.ndarray], start: int, stop: int) -> Float32[np.ndarray, "*streams tokens channels"]:
     """``c + x^`` for tokens ``start`` to ``stop``, FP32, not yet rounded to BF16."""
-    base = gather(arrays["centroids"], arrays["index"][..., start:stop])
+    base = gather(table(arrays), arrays["index"][..., start:stop])
     return base + affine.decode(affine_code(arrays), start, stop)

@@ -30,15 +30,15 @@ MAX_CENTROIDS = 256
 Metric = Float32[np.ndarray, "..."] | None
 
 
-def default_size(tokens: int) -> int:
-    """``min(256, largest power of two <= tokens / 16)``, at least 1.
+def default_size(tokens: int, bits: int = 16) -> int:
+    """``min(256, largest power of two <= tokens / 16)``, at least 1; ``tokens / 8`` where an entry has but 8 or 4 ``bits``.
 
-    >>> [default_size(n) for n in (1, 31, 256, 4680, 29640)]
-    [1, 1, 16, 256, 256]
+    >>> [default_size(n) for n in (1, 31, 256, 4680, 29640)], default_size(512, bits=4)
+    ([1, 1, 16, 256, 256], 64)
     """
     if tokens < 1:
         raise ShapeError(f"a unit of {tokens} tokens: need at least one")
-    return min(MAX_CENTROIDS, 1 << max(0, (tokens // 16).bit_length() - 1))
+    return min(MAX_CENTROIDS, 1 << max(0, (tokens // max(bits, 8)).bit_length() - 1))
 
 
 def check_size(centroids: int | None) -> None:

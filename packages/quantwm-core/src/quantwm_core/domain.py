@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Float32, Int32
 from numpy.typing import ArrayLike
 
 from quantwm_core.errors import DomainError, DtypeError, ShapeError
@@ -80,3 +80,17 @@ def binary_exponent(*arrays: Float[np.ndarray, "*streams _rows channels"]) -> In
     """
     largest = [np.abs(array).max(axis=(-2, -1), keepdims=True).astype(np.float32) for array in arrays]
     return np.frexp(np.maximum.reduce(largest))[1].astype(np.int32)
+
+
+def round_up(values: Float32[np.ndarray, "..."], bits: int) -> Float32[np.ndarray, "..."]:
+    """Smallest FP32 numbers of ``bits`` significant bits that are not below non-negative ``values``.
+
+    Eight bits are what BF16 has.
+
+    >>> round_up(np.float32([1.0, 1.01, 0.3]), 3)
+    array([1.    , 1.25  , 0.3125], dtype=float32)
+    """
+    dropped = np.uint32(24 - bits)
+    mask = np.uint32((1 << dropped) - 1)
+    lifted = np.ascontiguousarray(values, np.float32).view(np.uint32) + mask
+    return (lifted & ~mask).view(np.float32)

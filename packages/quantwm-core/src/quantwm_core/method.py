@@ -17,8 +17,12 @@ PRESETS: dict[str, dict[str, Parameter]] = {
     "paper": {
         "centroids": 256, "group_size": 64, "candidates": 4, "rank": 8, "iterations": 10, "chunks_per_seal": 2,
     },
+    "sharp": {
+        "group_size": 32, "metric": "uniform", "candidates": 1, "rank": 16, "coefficient_bits": 4, "centroid_bits": 4,
+        "scale_candidates": 3, "rounding": "feedback", "iterations": 10, "chunks_per_seal": 2,
+    },
 }  # fmt: skip
-"""Named settings of :func:`scheme`; ``paper`` is what the QuantWM paper measures with."""
+"""Named settings of :func:`scheme`; ``paper`` is what the QuantWM paper measures with, ``sharp`` what lost least here."""
 
 
 @runtime_checkable
@@ -52,7 +56,8 @@ class Method(Protocol):
             kind: ``"keys"`` or ``"values"``.
             values: BF16, finite.
             moment: Queries seen before the unit began, or None.
-            previous: The same tensor of the unit before, for warm starts.
+            previous: The same tensor of the unit before, for warm starts, and for arrays that both have. Those are named
+                ``shared_...``, and the very arrays of ``previous`` are returned.
         """
 
     def decode(
@@ -61,7 +66,10 @@ class Method(Protocol):
         """Reconstruct tokens ``start`` to ``stop`` of the unit."""
 
     def nbytes(self, kind: Kind, shape: tuple[int, int, int, int], first: bool) -> int:
-        """Bytes by formula; ``first``: no query statistics yet. Parts that may be stored sparse count as dense."""
+        """Bytes by formula, shared arrays included; ``first``: no query statistics yet.
+
+        Where the size depends on the content, the largest possible: parts that may be stored sparse count as dense.
+        """
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,10 @@ the coefficients are least squares, and each direction gets one symmetric INT8 s
     A = E U (U^T U)^-1      a_i = max_n |A_ni| / 127, rounded up to BF16      A^ = a * round(A / a)
     K~ = K^ + A^ U^T
 
-Coefficients are stored dense, or sparse when that is smaller. Sparse, per stream::
+INT4 coefficients (ours) clip instead what lies beyond three times the root mean square, ``a_i = min(max_n |A_ni|, 3 rms_n A_ni) / 7``:
+seven steps are too few to spend them on outliers. Two share a byte, direction ``2j`` in its low half, and they are always dense.
+
+INT8 coefficients are stored dense, or sparse when that is smaller. Sparse, per stream::
 
     bitmap    ceil(N r / 8) bytes: bit n*r + i tells that coefficient (n, i) is non-zero, least significant bit first
     values    the non-zero INT8 values in the order of the bitmap
@@ -20,10 +23,13 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import BFloat16, Bool, Float32, Int8, Int32, UInt8
 
-from quantwm_core.domain import BF16
-from quantwm_core.errors import ShapeError
+from quantwm_core import packing
+from quantwm_core.domain import BF16, round_up
+from quantwm_core.errors import ParameterError, ShapeError
 
-COEFFICIENT_MAX = 127
+COEFFICIENT_MAX = {4: 7, 8: 127}
+"""Largest step by bits of a coefficient."""
+CLIPPED_RMS = 3.0
 TOKENS_PER_COUNT = 64
 
 
@@ -33,7 +39,7 @@ class PsacCode:
 
     Attributes:
         scales: BF16 ``[*streams, r]``.
-        dense: int8 ``[dense streams, N, r]``.
+        dense: int8 ``[dense streams, N, r]``, or uint8 ``[streams, N, ceil(r / 2)]`` of INT4.
         layout: uint8 ``[*streams]``, 1 where a stream is sparse; empty ``[0]`` when none is.
         bitmap: uint8 ``[sparse streams, ceil(N r / 8)]``.
         values: int8 ``[non-zero values]``.
@@ -41,20 +47,31 @@ class PsacCode:
     """
 
     scales: BFloat16[np.ndarray, "*streams rank"]
-    dense: Int8[np.ndarray, "dense tokens rank"]
+    dense: Int8[np.ndarray, "dense tokens rank"] | UInt8[np.ndarray, "dense tokens pairs"]
     layout: UInt8[np.ndarray, "..."]
     bitmap: UInt8[np.ndarray, "sparse bytes"]
     values: Int8[np.ndarray, " values"]
     counts: Int32[np.ndarray, "sparse blocks"]
 
 
-def dense_size(tokens: int, rank: int) -> int:
+def check_bits(bits: int, threshold: float) -> None:
+    """Raise :class:`ParameterError` unless coefficients of ``bits`` bits can be stored, sparse ones for a threshold.
+
+    >>> check_bits(4, 0.0)
+    """
+    if bits not in COEFFICIENT_MAX or (bits == 4 and threshold > 0):
+        raise ParameterError(
+            f"coefficients of {bits} bits with threshold {threshold}: need 8 bits, or 4 without a threshold"
+        )
+
+
+def dense_size(tokens: int, rank: int, bits: int = 8) -> int:
     """Bytes of a stream's dense coefficients.
 
-    >>> dense_size(4680, 8)
-    37440
+    >>> dense_size(4680, 8), dense_size(4680, 8, bits=4)
+    (37440, 18720)
     """
-    return tokens * rank
+    return tokens * (rank if bits == 8 else packing.nibble_size(rank))
 
 
 def sparse_size(tokens: int, rank: int, non_zero: int) -> int:
@@ -87,6 +104,7 @@ def encode(
     basis: BFloat16[np.ndarray, "*streams channels rank"],
     energies: Float32[np.ndarray, "*streams rank"],
     threshold: float = 0.0,
+    bits: int = 8,
 ) -> PsacCode:
     """Code the key error along the basis.
 
@@ -96,6 +114,10 @@ def encode(
         energies: Eigenvalues that belong to the basis, used by ``threshold``.
         threshold: Coefficients whose effect on a logit, ``|A^_ni| sqrt(energy_i / D)`` in standard deviations, stays
             below this are set to zero.
+        bits: Of a coefficient, 8 or 4.
+
+    Raises:
+        ParameterError: See :func:`check_bits`.
 
     >>> code = encode(
     ...     np.float32([[[1.0, 7.0], [-0.5, 0.0]]]),
@@ -105,15 +127,21 @@ def encode(
     >>> code.dense.ravel(), code.layout.size
     (array([126, -63], dtype=int8), 0)
     """
+    check_bits(bits, threshold)
     coefficients = project(error, basis)
-    scales = _round_up(np.abs(coefficients).max(axis=-2) / np.float32(COEFFICIENT_MAX))
+    most = COEFFICIENT_MAX[bits]
+    largest = np.abs(coefficients).max(axis=-2)
+    if bits == 4:
+        largest = np.minimum(largest, _clipping_point(coefficients, largest))
+    scales = round_up(largest / np.float32(most), 8).astype(BF16)
     step = scales.astype(np.float32)[..., None, :]
     ratio = coefficients / np.where(step > 0, step, np.float32(np.inf))
-    steps = np.clip(np.rint(ratio), -COEFFICIENT_MAX, COEFFICIENT_MAX)
+    steps = np.clip(np.rint(ratio), -most, most)
     if threshold > 0:
         effect = np.abs(steps) * step * np.sqrt(energies / error.shape[-1])[..., None, :]
         steps = np.where(effect < threshold, np.float32(0), steps)
-    return _choose_layout(steps.astype(np.int8), scales)
+    whole = steps.astype(np.int8)
+    return _packed(whole, scales) if bits == 4 else _choose_layout(whole, scales)
 
 
 def decode(
@@ -127,12 +155,15 @@ def decode(
     """
     stop = tokens if stop is None else stop
     *streams, rank = code.scales.shape
+    if code.dense.dtype == np.uint8:
+        whole = packing.unpack_nibbles(code.dense[:, start:stop], rank)
+        return _scaled(whole.reshape(*streams, stop - start, rank), code.scales)
     steps = np.empty((int(np.prod(streams)), stop - start, rank), np.int8)
     sparse = np.zeros(len(steps), bool) if code.layout.size == 0 else code.layout.ravel().astype(bool)
     steps[~sparse] = code.dense[:, start:stop]
     if sparse.any():
         steps[sparse] = _expand(code, tokens, rank)[:, start:stop]
-    return steps.reshape(*streams, stop - start, rank).astype(np.float32) * code.scales.astype(np.float32)[..., None, :]
+    return _scaled(steps.reshape(*streams, stop - start, rank), code.scales)
 
 
 def correction(
@@ -142,10 +173,35 @@ def correction(
     return decode(code, tokens, start, stop) @ np.swapaxes(basis.astype(np.float32), -1, -2)
 
 
-def _round_up(values: Float32[np.ndarray, "..."]) -> BFloat16[np.ndarray, "..."]:
-    """Smallest BF16 numbers that are not below non-negative FP32 ``values``."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return (((bits + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)).view(BF16)
+def _scaled(
+    steps: Int8[np.ndarray, "*streams tokens rank"], scales: BFloat16[np.ndarray, "*streams rank"]
+) -> Float32[np.ndarray, "*streams tokens rank"]:
+    """Coefficients of whole steps."""
+    return steps.astype(np.float32) * scales.astype(np.float32)[..., None, :]
+
+
+def _clipping_point(
+    coefficients: Float32[np.ndarray, "*streams tokens rank"], largest: Float32[np.ndarray, "*streams rank"]
+) -> Float32[np.ndarray, "*streams rank"]:
+    """Three times the root mean square of each direction; taken relative to the largest, so that no square vanishes."""
+    divisor = np.where(largest > 0, largest, np.float32(1))
+    relative = coefficients / divisor[..., None, :]
+    mean = np.square(relative).mean(axis=-2, dtype=np.float64)
+    return (CLIPPED_RMS * np.sqrt(mean)).astype(np.float32) * divisor
+
+
+def _packed(steps: Int8[np.ndarray, "*streams tokens rank"], scales: BFloat16[np.ndarray, "..."]) -> PsacCode:
+    """INT4 steps, two a byte."""
+    tokens, rank = steps.shape[-2:]
+    dense = packing.pack_nibbles(steps.reshape(-1, tokens, rank))
+    return PsacCode(scales, dense, *no_sparse_parts(tokens, rank))
+
+
+def no_sparse_parts(tokens: int, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Layout, bitmap, values and counts of a unit without sparse streams."""
+    bitmap = np.zeros((0, -(-tokens * rank // 8)), np.uint8)
+    counts = np.zeros((0, -(-tokens // TOKENS_PER_COUNT)), np.int32)
+    return np.zeros(0, np.uint8), bitmap, np.zeros(0, np.int8), counts
 
 
 def _choose_layout(steps: Int8[np.ndarray, "*streams tokens rank"], scales: BFloat16[np.ndarray, "..."]) -> PsacCode:

@@ -34,13 +34,32 @@ def encode(
     >>> scales.astype(np.float32), super_scale
     (array([[[448., 224.,   0.]]], dtype=float32), array([0.015625], dtype=float32))
     """
-    largest = steps.max(axis=(-2, -1))
-    super_scale = np.maximum(largest / np.float32(E4M3_MAX), _TINY).astype(np.float32)
+    super_scale = super_scale_of(steps)
+    return store(steps, super_scale), super_scale
+
+
+def super_scale_of(steps: Float32[np.ndarray, "*streams rows groups"]) -> Float32[np.ndarray, "*streams"]:
+    """FP32 super-scale that moves the largest step of each stream to 448.
+
+    >>> super_scale_of(np.float32([[[7.0, 3.5]]]))
+    array([0.015625], dtype=float32)
+    """
+    return np.maximum(steps.max(axis=(-2, -1)) / np.float32(E4M3_MAX), _TINY).astype(np.float32)
+
+
+def store(
+    steps: Float32[np.ndarray, "*streams rows groups"], super_scale: Float32[np.ndarray, "*streams"]
+) -> Float8e4m3fn[np.ndarray, "*streams rows groups"]:
+    """E4M3 bytes of steps that are no larger than those which ``super_scale`` was made of.
+
+    >>> store(np.float32([[[1.0, 0.0]]]), np.float32([0.015625])).astype(np.float32)
+    array([[[64.,  0.]]], dtype=float32)
+    """
     ratio = steps / super_scale[..., None, None]
     stored = np.minimum(ratio, np.float32(E4M3_MAX)).astype(E4M3)
     vanished = (steps > 0) & (stored.astype(np.float32) == 0)
     stored[vanished] = np.float32(SMALLEST_SUBNORMAL)
-    return stored, super_scale
+    return stored
 
 
 def decode(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from quantwm_core.errors import ParameterError, StateError
 from quantwm_core.method import Scheme
+from quantwm_eval.attached import AttachedCache
 from quantwm_eval.demo import episodes as room_episodes
 from quantwm_eval.demo.sampler import WorldPipeline, load
-from quantwm_eval.evidence import CacheBytes, Frames, LookAway
-from quantwm_eval.host import CacheUse, Episode
-from quantwm_models.attach import Attachment, attach
+from quantwm_eval.evidence import Frames, LookAway
+from quantwm_eval.host import Episode
+from quantwm_models.attach import attach
 from quantwm_models.observer import CacheObserver
 
 # Held-out seeds, those that the model's gates are measured on: figures here and there can be compared.
@@ -24,42 +24,36 @@ JUDGED_FRAMES = 4
 NOISE_STRIDE = 1 << 24
 
 
-@dataclass(frozen=True)
-class AttachedCache:
-    """A cache under the demo world."""
-
-    attachment: Attachment
-
-    def use(self) -> CacheUse:
-        """What it cost so far."""
-        report = self.attachment.report()
-        units = sum(chunk.bf16_nbytes for cache in self.attachment.caches for chunk in cache.chunks)
-        active, sealed_part = report.active_nbytes, report.sealed_bf16_nbytes
-        stored = CacheBytes(report.sealed_nbytes, units, active, sealed_part + active, report.state_nbytes)
-        return CacheUse(stored, report.seal_seconds, report.decode_seconds)
-
-
 class DemoHost:
     """The bundled toy room and its video model.
 
     Args:
         pipeline: The model; None loads the bundled weights.
+        device: Where to, as torch calls it.
 
     Raises:
         StateError: The bundled weights are not installed.
     """
 
     name = "demo"
+    kinds: tuple[str, ...] = ("walk", "look-away")
+    frames = 40
     frame_rate = 8
+    makes_batches = True
 
-    def __init__(self, pipeline: WorldPipeline | None = None) -> None:
+    def __init__(self, pipeline: WorldPipeline | None = None, device: str = "cpu") -> None:
         if pipeline is None:
             try:
-                pipeline = load()
+                pipeline = load(device=device)
             except FileNotFoundError as error:
                 raise StateError("the weights of the demo world are not installed; reinstall quantwm-eval") from error
         self.pipeline = pipeline
         self.chunk_frames = pipeline.config.chunk_frames
+        self.device = pipeline.device
+
+    def frames_of(self, chunks: int) -> int:
+        """Frames that so many chunks make."""
+        return chunks * self.chunk_frames
 
     def check(self, scenes: Sequence[int], frames: int, degrees: int) -> None:
         """Raise where the world cannot do these scenes.
@@ -135,4 +129,4 @@ class DemoHost:
         first = torch.stack([torch.from_numpy(episode.first_frames) for episode in episodes])
         actions = torch.stack([torch.from_numpy(episode.actions) for episode in episodes])
         videos = self.pipeline.generate(first, actions, seeds=noise, progress=lambda _made, _all: progress())
-        return list(videos.numpy())
+        return list(videos.cpu().numpy())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from quantwm_eval import results
 from quantwm_eval.experiment import Experiment
 from quantwm_eval.films import Films
 from quantwm_eval.host import Host
-from quantwm_eval.results import Results
+from quantwm_eval.results import Cell, Results
 from quantwm_eval.run import Progress, run
 
 
@@ -37,12 +38,31 @@ def evaluate(
         QuantWMError: The host cannot do the experiment, or its BF16 video is not that of the finished cells.
         OSError: The file cannot be written.
     """
-    cells = list(begun.cells)
-    with path.open("a", encoding="utf-8") as file:
+
+    def measured() -> Iterator[Cell]:
         for outcome in run(experiment, host, progress, begun.cells):
             if films is not None:
                 films.add(outcome)  # before its cell: a finished cell has its film
-            file.write(results.cell_line(outcome.cell))
+            yield outcome.cell
+
+    return append(begun, path, measured())
+
+
+def append(begun: Results, path: Path, cells: Iterable[Cell]) -> Results:
+    """Write cells as they come to a file that was begun, each at once.
+
+    Args:
+        begun: What is there.
+        path: The results file.
+        cells: What is to be added.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    found = list(begun.cells)
+    with path.open("a", encoding="utf-8") as file:
+        for cell in cells:
+            file.write(results.cell_line(cell))
             file.flush()
-            cells.append(outcome.cell)
-    return Results(experiment, begun.provenance, tuple(cells))
+            found.append(cell)
+    return Results(begun.experiment, begun.provenance, tuple(found))

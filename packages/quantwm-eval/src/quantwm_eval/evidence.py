@@ -36,17 +36,20 @@ class LookAway:
 class Recording:
     """What a :class:`~quantwm_eval.recorder.Recorder` counted in one video.
 
-    A *read* is a position of the active chunk; the *age* of a token is how many blocks of queries ago it was written. Where
-    nothing was sealed yet all sums are zero.
+    A *read* is a position of the active chunk; the *age* of a token is how many blocks of queries ago it was written, its
+    *position* how many were written before it. Where nothing was sealed yet all sums are zero.
 
     Attributes:
-        selection: Queries whose largest logit moved to another sealed token, over sampled queries; by age of the token
-            that should have won.
+        selection: Queries whose largest logit moved to another sealed token, over sampled queries; by age and position
+            of the token that should have won.
         logits: Sum of squared logit errors over that of squared exact logits, both centred per query over sealed tokens.
-        attention: Sum of divergences, in nats, over sampled queries; does not split by age.
-        output: Sum of squared errors of the attention's output over that of squared outputs; does not split by age.
+        attention: Sum of divergences, in nats, over sampled queries; does not split by token.
+        output: Sum of squared errors of the attention's output over that of squared outputs; does not split by token.
         keys: Sum of squared errors of reconstructed keys over that of squared exact keys, once per read.
         values: The same of values.
+        top: Sum of the shares of a query's largest logits that moved to other sealed tokens, over sampled queries; does
+            not split by token.
+        spectrum: Eigenvalues of the second moment of all queries of a KV head, descending, ``[layers, heads, channels]``.
     """
 
     selection: Tally
@@ -55,6 +58,8 @@ class Recording:
     output: Tally
     keys: Tally
     values: Tally
+    top: Tally
+    spectrum: Float64[np.ndarray, "layers heads channels"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,8 @@ class Evidence:
         recording: Of queries against exact and reconstructed keys.
         cache: Bytes of the cache after every chunk.
         seconds: Time taken.
+        truth: What would truly be seen.
+        peak_bytes: The most that the device's allocator held at once, over the rollout of a batch and not per video.
     """
 
     video: Frames
@@ -110,6 +117,8 @@ class Evidence:
     recording: Recording | None = None
     cache: tuple[CacheBytes, ...] | None = None
     seconds: Seconds | None = None
+    truth: Frames | None = None
+    peak_bytes: float | None = None
 
     def need(self, part: str) -> Any:
         """Return a part by name.

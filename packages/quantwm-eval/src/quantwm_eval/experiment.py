@@ -11,7 +11,7 @@ from quantwm_core.method import Scheme, scheme
 from quantwm_eval import metrics
 
 Option: TypeAlias = int | float | str | bool | None
-KINDS = ("walk", "look-away")
+KINDS = ("walk", "look-away", "prompt")
 CONTROL = "bf16"
 
 
@@ -97,20 +97,23 @@ class Experiment:
     Attributes:
         methods: Methods, the BF16 control first.
         scenes: Numbers of the scenes; each is run as every kind of episode.
-        kinds: ``"walk"``: a random walk of ``frames`` frames; ``"look-away"``: turn from a ball and back.
+        kinds: ``"walk"``: a random walk of ``frames`` frames; ``"look-away"``: turn from a ball and back; ``"prompt"``: a
+            video of a prompt.
         frames: Generated frames of a walk.
         degrees: Angle of the look-away test.
         seeds: Numbers from which noise is drawn.
         chunks_per_seal: Chunks per sealed unit where a method does not say otherwise.
         batch: Scenes that are generated together; figures do not depend on it, times do.
-        samples: Queries per head, layer and call that the recorder scores.
+        samples: Queries per head, layer and call that the recorder scores; with 0 there is no recorder, whose work and copies
+            would be part of times and memory.
         model: The host.
         metrics: Names of the metrics; all that are installed, unless told otherwise.
+        name: Of the bundled experiment that it is, see :mod:`quantwm_eval.named`; empty for others.
     """
 
     methods: tuple[MethodChoice, ...]
     scenes: tuple[int, ...]
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = KINDS[:2]
     frames: int = 40
     degrees: int = 100
     seeds: tuple[int, ...] = (0,)
@@ -119,6 +122,7 @@ class Experiment:
     samples: int = 32
     model: str = "demo"
     metrics: tuple[str, ...] = field(default_factory=metrics.installed)
+    name: str = ""
 
     def __post_init__(self) -> None:
         for name, entries in (
@@ -126,12 +130,15 @@ class Experiment:
             ("scenes", self.scenes),
             ("kinds", self.kinds),
             ("seeds", self.seeds),
+            ("metrics", self.metrics),
         ):
             if not entries or len(set(entries)) < len(entries):
                 raise ParameterError(f"{name}: got {len(entries)}, need at least one and none twice")
-        for name in ("frames", "chunks_per_seal", "batch", "samples"):
-            if getattr(self, name) < 1:
-                raise ParameterError(f"{name} {getattr(self, name)}: need at least 1")
+        for name, least in (("frames", 1), ("chunks_per_seal", 1), ("batch", 1), ("samples", 0)):
+            if getattr(self, name) < least:
+                raise ParameterError(f"{name} {getattr(self, name)}: need at least {least}")
+        if min(self.seeds) < 0:
+            raise ParameterError(f"seeds {min(self.seeds)}: need numbers of at least 0")
         for kind in self.kinds:
             lookup("kind", kind, KINDS)
         for metric in self.metrics:

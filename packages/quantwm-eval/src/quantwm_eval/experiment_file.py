@@ -2,7 +2,7 @@
 
 Keys are the attributes of the experiment. ``scenes`` is a list of numbers, or how many to take from 0 on; ``methods`` is a
 list of labels as ``quantwm demo --methods`` takes them, or of tables with a ``name`` and settings. The BF16 control need
-not be named. Left out are ``kinds``, ``frames``, ``degrees``, ``seeds``, ``chunks_per_seal``, ``samples``, ``model`` and
+not be named. ``about`` and ``sources`` are for people and for the report, see :mod:`quantwm_eval.named`. Left out are ``kinds``, ``frames``, ``degrees``, ``seeds``, ``chunks_per_seal``, ``samples``, ``model`` and
 ``metrics`` where their defaults will do, and ``batch``, which is 1 here: a killed run loses the batch in flight.
 """
 
@@ -20,6 +20,8 @@ from quantwm_eval.experiment import Experiment, MethodChoice, with_control
 
 NUMBERS = ("frames", "degrees", "chunks_per_seal", "batch", "samples")
 LISTS = {"kinds": str, "metrics": str, "seeds": int}
+NOTES = ("about", "sources")
+"""Keys that set nothing."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -31,11 +33,9 @@ def read(path: Path) -> dict[str, Any]:
         OSError: It cannot be read.
     """
     try:
-        plain = tomllib.loads(path.read_text(encoding="utf-8"))
+        return settings(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FormatError(f"{path}: not TOML: {error}") from error
-    try:
-        return settings(plain)
     except (ParameterError, LookupError) as error:
         raise ParameterError(f"{path}: {error}") from error
 
@@ -50,8 +50,8 @@ def settings(plain: Mapping[str, Any]) -> dict[str, Any]:
     >>> settings({"scenes": 2, "methods": ["kivi", {"name": "quantwm", "rank": 16}]})["methods"][1].label
     'quantwm:rank=16'
     """
-    known = [field.name for field in fields(Experiment)]
-    return {lookup("setting", key, known): _setting(key, value) for key, value in plain.items()}
+    known = [field.name for field in fields(Experiment) if field.name != "name"]
+    return {lookup("setting", key, known): _setting(key, value) for key, value in plain.items() if key not in NOTES}
 
 
 def build(chosen: Mapping[str, Any]) -> Experiment:
@@ -70,7 +70,7 @@ def build(chosen: Mapping[str, Any]) -> Experiment:
     for name in chosen.get("metrics", ()):
         metric = metrics.get(name)
         if not metric.installed:
-            raise ParameterError(f"metric {name!r} needs the module {metric.module}, which is not installed")
+            raise ParameterError(f"metric {name!r} needs {metric.lacks}, which is not there")
     return Experiment(**{"batch": 1} | dict(chosen) | {"methods": with_control(tuple(chosen["methods"]))})
 
 

@@ -63,6 +63,13 @@ class Films:
             truth.write_bytes(show(outcome.episode.truth, self.rate))
 
 
+def paths(folder: Path, experiment: Experiment) -> dict[tuple[str, int, str], Path]:
+    """What should be kept of all scenes under all methods: file by kind, scene and label, there or not."""
+    labels = [method.label for method in experiment.methods]
+    videos = [(kind, scene, label) for kind in experiment.kinds for scene in experiment.scenes for label in labels]
+    return {video: folder / f"{stem(*video)}.mp4" for video in videos}
+
+
 def reels(folder: Path, experiment: Experiment) -> Iterator[Reel]:
     """What :class:`Films` kept, look-away episodes first; nothing where there is no such folder.
 

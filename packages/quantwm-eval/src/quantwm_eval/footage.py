@@ -96,7 +96,7 @@ def find(path: Path) -> dict[str, Footage]:
 
     Raises:
         StateError: There is nothing there, or nothing that is known as a picture or a video, or both.
-        FormatError: Two files of a folder bear one name.
+        FormatError: Two files of a folder bear one name, or the order of its frames is not known.
     """
     if not path.exists():
         raise StateError(f"{path}: there is no such file or folder")
@@ -124,7 +124,17 @@ def find(path: Path) -> dict[str, Footage]:
 
 
 def _stills_of(folder: Path) -> tuple[Path, ...]:
+    """Pictures of a folder in the order of the numbers in their names; of the names, where none has a number.
+
+    Raises:
+        FormatError: Some have a number and one has none, which could be anywhere.
+    """
     stills = [entry for entry in folder.iterdir() if entry.suffix.lower() in FRAMES and entry.is_file()]
+    unnumbered = [still for still in stills if not re.search(r"\d", still.stem)]
+    if unnumbered and len(unnumbered) < len(stills):
+        raise FormatError(
+            f"{min(unnumbered)}: has no number as the other frames have, so its place is not known; rename or move it"
+        )
     return tuple(sorted(stills, key=lambda still: _in_order(still.name)))
 
 

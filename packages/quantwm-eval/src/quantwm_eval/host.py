@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from jaxtyping import Int64
 
 from quantwm_core.method import Scheme
@@ -20,12 +21,13 @@ class Episode:
     """One thing to generate: where it starts, what is done, and what would truly be seen.
 
     Attributes:
-        kind: ``"walk"`` or ``"look-away"``.
+        kind: ``"walk"``, ``"look-away"`` or ``"prompt"``.
         scene: Its number.
-        first_frames: Real frames to start from.
+        first_frames: Real frames to start from; none where a prompt is all that there is.
         actions: One per generated frame.
         truth: True video of the generated frames; None where there is none.
         look_away: What the look-away test needs, for episodes of that kind.
+        prompt: What the video is to show, for hosts that read.
     """
 
     kind: str
@@ -34,6 +36,7 @@ class Episode:
     actions: Int64[np.ndarray, " frames"]
     truth: Frames | None = None
     look_away: LookAway | None = None
+    prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,26 @@ class Attached(Protocol):
 
 
 class Host(Protocol):
-    """A world model that generates episodes, with or without a quantwm cache under it."""
+    """A world model that generates episodes, with or without a quantwm cache under it.
+
+    Attributes:
+        name: Public name.
+        kinds: Kinds of episodes that it can do.
+        frames: Frames of a video where nobody says otherwise.
+        frame_rate: Frames a second.
+        device: Where it runs.
+        makes_batches: Whether it makes several videos together.
+    """
 
     name: str
+    kinds: tuple[str, ...]
+    frames: int
     frame_rate: int
-    chunk_frames: int
+    device: torch.device
+    makes_batches: bool
+
+    def frames_of(self, chunks: int) -> int:
+        """Frames that so many chunks, the first ones, make."""
 
     def check(self, scenes: Sequence[int], frames: int, degrees: int) -> None:
         """Raise where the model cannot do these scenes.

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from quantwm_eval import summary
+from collections.abc import Sequence
+
+from quantwm_eval import agreement, summary
 from quantwm_eval.results import Results
 from quantwm_eval.summary import Table
 
 
-def render(results: Results, headline: str) -> str:
-    """Headline, tables and provenance, to be pasted into an issue or a README."""
-    source = results.provenance
-    tables = [summary.main_table(results), *(summary.detail_table(results, kind) for kind in results.experiment.kinds)]
+def render(results: Results, headline: str, more: Sequence[Table] = ()) -> str:
+    """Headline, tables and provenance, to be pasted into an issue or a README.
+
+    Args:
+        results: What was measured.
+        headline: The first line.
+        more: Tables that come from elsewhere, VBench's.
+    """
+    source, stated = results.provenance, agreement.rows(results)
+    details = [summary.detail_table(results, kind) for kind in results.experiment.kinds]
+    tables = [summary.main_table(results), *more, *details]
     versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
     warning = (
         [] if results.valid else ["**INVALID: a BF16 control differed from its reference; no figure here counts.**"]
@@ -19,6 +28,7 @@ def render(results: Results, headline: str) -> str:
         f"# {headline}",
         *warning,
         *(f"## {table.title}\n\n{grid(table)}" for table in tables),
+        *([f"## {agreement.title(results)}\n\n{listed(agreement.HEADS, stated)}"] if stated else []),
         "Mean over scenes, 95 % interval in parentheses; best compressed method in bold.",
         f"`{source.command}`\n\n{source.date}, {source.platform}, {source.threads} threads; {versions}",
     ]
@@ -33,14 +43,19 @@ def grid(table: Table) -> str:
     |---|---|
     | kivi | **25.10** |
     """
-    rows: list[tuple[str, ...]] = [("method", *table.heads), ("---",) * (len(table.heads) + 1)]
+    rows = []
     for label, entries in table.rows:
         cells = [f"**{entry.text}**" if entry.best else entry.text for entry in entries]
         rows.append(
             (label, *(f"{cell} ({e.interval})" if e.interval else cell for cell, e in zip(cells, entries, strict=True)))
         )
-    return "\n".join(map(_line, rows))
+    return listed(("method", *table.heads), rows)
 
 
-def _line(row: tuple[str, ...]) -> str:
+def listed(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Heads and rows as a table."""
+    return "\n".join(map(_line, [heads, ["---"] * len(heads), *rows]))
+
+
+def _line(row: Sequence[str]) -> str:
     return f"|{'|'.join(row)}|" if row[0] == "---" else f"| {' | '.join(row)} |"

@@ -7,6 +7,7 @@ two videos and nothing else gets the metrics that need nothing else.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -45,15 +46,18 @@ class Measurement:
 
     Attributes:
         values: Figure by quantity name; NaN where the video gave nothing to measure.
-        curves: Over frames or reads, by quantity name.
+        curves: Over frames or reads, by quantity name; what lies along it where a quantity has another axis, its metric
+            says.
         maps: Over layers and heads, by quantity name.
         ages: Over ages of the token that was read, in chunks, by quantity name.
+        positions: Over positions of the token that was read, in chunks from the beginning, by quantity name.
     """
 
     values: Mapping[str, float]
     curves: Mapping[str, Curve] = field(default_factory=dict)
     maps: Mapping[str, Map] = field(default_factory=dict)
     ages: Mapping[str, Curve] = field(default_factory=dict)
+    positions: Mapping[str, Curve] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Metric:
         measure: Evidence to measurement.
         walk: The same for videos that come in parts; None where the metric wants whole ones, or more than pictures.
         module: Optional module without which it measures nothing, or None.
+        variable: Environment variable that must name a file for it to measure anything, or None.
     """
 
     name: str
@@ -91,11 +96,21 @@ class Metric:
     measure: Callable[[Evidence], Measurement]
     walk: Walk | None = None
     module: str | None = None
+    variable: str | None = None
+
+    @property
+    def lacks(self) -> str:
+        """What must be there first, in words; empty where nothing is missing."""
+        if self.module is not None and find_spec(self.module) is None:
+            return f"the module {self.module}"
+        if self.variable is not None and self.variable not in os.environ:
+            return f"the environment variable {self.variable}"
+        return ""
 
     @property
     def installed(self) -> bool:
-        """Whether its optional module is."""
-        return self.module is None or find_spec(self.module) is not None
+        """Whether what it needs beside evidence is there."""
+        return not self.lacks
 
     @property
     def pictorial(self) -> bool:
@@ -108,17 +123,24 @@ class Metric:
 
 
 def of_tallies(tallies: Mapping[str, Tally]) -> Measurement:
-    """Figures of tallies by quantity name: over all, by read, by layer and head, and by age where they split."""
+    """Figures of tallies by quantity name: over all, by read, by layer and head, and by token where they split."""
+    split = {name: tally for name, tally in tallies.items() if tally.whole_by_age.size}
     return Measurement(
         {name: tally.ratio() for name, tally in tallies.items()},
         {name: tally.over_reads() for name, tally in tallies.items()},
         {name: tally.over_heads() for name, tally in tallies.items()},
-        {name: tally.over_ages() for name, tally in tallies.items() if tally.whole_by_age.size},
+        {name: tally.over_ages() for name, tally in split.items()},
+        {name: tally.over_positions() for name, tally in split.items()},
     )
 
 
 def walking(
-    name: str, quantities: tuple[Quantity, ...], needs: tuple[str, ...], walk: Walk, module: str | None = None
+    name: str,
+    quantities: tuple[Quantity, ...],
+    needs: tuple[str, ...],
+    walk: Walk,
+    module: str | None = None,
+    variable: str | None = None,
 ) -> Metric:
     """A metric of pictures, from its walk.
 
@@ -128,10 +150,16 @@ def walking(
         needs: ``("reference",)``, or nothing.
         walk: How it measures.
         module: Optional module that it needs.
+        variable: Environment variable that it needs.
     """
 
     def measure(evidence: Evidence) -> Measurement:
         reference = evidence.need("reference") if needs else evidence.video
         return walk.conclude(walk.curve(evidence.video, reference))
 
-    return Metric(name, quantities, needs, measure, walk, module)
+    return Metric(name, quantities, needs, measure, walk, module, variable)
+
+
+def mean_of_frames(name: str) -> Callable[[Curve], Measurement]:
+    """Conclusion of a walk whose figure is the mean of its curve."""
+    return lambda curve: Measurement({name: float(curve.mean())}, {name: curve})

@@ -1,25 +1,26 @@
-"""What the paper states, to be held against what is measured; the figures stand in ``docs/paper-targets.toml``."""
+"""What the paper states, to be held against what is measured; the figures stand in ``paper-targets.toml``."""
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from dataclasses import MISSING, dataclass, fields
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from quantwm_core import methods
 from quantwm_core.errors import FormatError, QuantWMError, lookup
 from quantwm_eval import metrics
+from quantwm_eval.metric import Quantity
 
-OTHERS = {
-    "bits_per_element_increase": "bits that the setting adds per element, mean over keys and values",
-    "cache_gib": "sealed cache in GiB",
-    "latency_increase": "time against BF16, minus one",
-    "lpips": "LPIPS against BF16",
-    "query_energy": "share of the queries' second moment in the leading directions",
-    "selection_shift_reduction": "selection shift of qvg minus that of quantwm",
-    "vbench": "VBench, the mean over its dimensions that the paper reports",
-}
+OTHERS = (
+    Quantity("bits_per_element_increase", "Bits per element that are added", "bits", "lower", digits=4),
+    Quantity("cache_gib", "Sealed cache", "GiB", "lower", digits=3),
+    Quantity("latency_increase", "Time above BF16", "share", "lower", -1.0, digits=2),
+    Quantity("selection_shift_reduction", "Reduction of selection shift", "share", "higher", -1.0, 1.0, 2),
+    Quantity("vbench", "VBench, mean over the reported dimensions", "", "higher", 0.0, 1.0, 4),
+)
 """Quantities that the paper states and that no metric of this package reports under that name."""
 RELATIONS = ("equal", "above")
 
@@ -62,6 +63,23 @@ class Target:
         return measured - self.value
 
 
+def quantities() -> dict[str, Quantity]:
+    """Everything that a target can be of: what metrics report, and ``OTHERS``."""
+    known = [quantity for name in metrics.names() for quantity in metrics.get(name).quantities]
+    return {quantity.name: quantity for quantity in (*known, *OTHERS)}
+
+
+@functools.cache
+def bundled() -> tuple[Target, ...]:
+    """The targets that come with the package.
+
+    >>> any(target.source == "Table 4" for target in bundled())
+    True
+    """
+    with resources.as_file(resources.files("quantwm_eval") / "paper-targets.toml") as path:
+        return load(path)
+
+
 def load(path: Path) -> tuple[Target, ...]:
     """Read the targets.
 
@@ -99,8 +117,7 @@ def _target(entry: dict[str, Any]) -> Target:
     for key in ("value", "improved_on"):
         if key in given and (isinstance(given[key], bool) or not isinstance(given[key], (int, float))):
             raise FormatError(f"{key} = {given[key]!r}: need a number")
-    known = [quantity.name for name in metrics.names() for quantity in metrics.get(name).quantities]
-    lookup("quantity", given["quantity"], [*known, *OTHERS])
+    lookup("quantity", given["quantity"], list(quantities()))
     lookup("method", given["method"], methods.names())
     lookup("relation", given.get("relation", RELATIONS[0]), RELATIONS)
     return Target(**given)

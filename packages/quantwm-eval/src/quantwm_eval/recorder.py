@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quantwm_models.cache import LayerCache
 
 TALLIES = (*OF_CALLS, *OF_TOKENS)
-AGED = (*OF_CALLS[:2], *OF_TOKENS)
+SPLIT = (*OF_CALLS[:2], *OF_TOKENS)
 
 
 def sample_tokens(tokens: int, count: int, turn: int) -> Int64[np.ndarray, " sampled"]:
@@ -66,6 +66,10 @@ class _Unit:
         return _Unit(span, self.keys[:, :, tokens], self.values[:, :, tokens])
 
 
+def _no_sums() -> Float64[np.ndarray, "split 2 batch heads bins"]:
+    return np.zeros((len(SPLIT), 2, 0, 0, 0))
+
+
 @dataclass
 class _Layer:
     """What the recorder holds of one layer.
@@ -73,28 +77,37 @@ class _Layer:
     Attributes:
         exact: Live sealed tokens, ascending.
         calls: Attention calls seen.
-        reads: By end of the read: ``[6, 2, B, H]`` sums in the order of ``TALLIES``.
-        ages: ``[4, 2, B, H, ages]`` sums in the order of ``AGED``; None before the first sealed token is read.
+        reads: By end of the read: ``[7, 2, B, H]`` sums in the order of ``TALLIES``.
+        ages: ``[4, 2, B, H, ages]`` sums in the order of ``SPLIT``; no head before the first sealed token is read.
+        positions: The same by position.
+        moment: Sum of ``q q^T`` over all queries, ``[B, H, D, D]``; None before the first call.
         latest: Spans of the latest read and its sealed tokens: the passes of a chunk all read the same.
     """
 
     exact: list[_Unit] = field(default_factory=list)
     calls: int = 0
     reads: dict[int, Float64[np.ndarray, "tallies 2 batch heads"]] = field(default_factory=dict)
-    ages: Float64[np.ndarray, "aged 2 batch heads ages"] | None = None
+    ages: Float64[np.ndarray, "split 2 batch heads ages"] = field(default_factory=_no_sums)
+    positions: Float64[np.ndarray, "split 2 batch heads positions"] = field(default_factory=_no_sums)
+    moment: Tensor | None = None
     latest: tuple[tuple[Span, ...], Sealed | None] | None = None
 
-    def add(self, end: int, tallies: slice, aged: slice, sums: Sums) -> None:
+    def add(self, end: int, tallies: slice, split: slice, sums: Sums) -> None:
         """Count sums in for some of the tallies."""
         self.reads[end][tallies] += sums.total
-        held = np.zeros((len(AGED), *sums.by_age.shape[1:4], 0)) if self.ages is None else self.ages
-        more = max(0, sums.by_age.shape[-1] - held.shape[-1])
-        self.ages = np.pad(held, [(0, 0)] * 4 + [(0, more)])
-        self.ages[aged, ..., : sums.by_age.shape[-1]] += sums.by_age
+        self.ages = _grown(self.ages, split, sums.by_age)
+        self.positions = _grown(self.positions, split, sums.by_position)
+
+    def observe(self, queries: Tensor, heads: int) -> None:
+        """Count all of a call's queries into the second moment."""
+        batch, _, _, channels = queries.shape
+        pooled = queries.detach().float().reshape(batch, heads, -1, channels)
+        moment = pooled.mT @ pooled
+        self.moment = moment if self.moment is None else self.moment.add_(moment)
 
 
 class Recorder(CacheObserver):
-    """Counts what reconstructed keys and values do to attention, per video, layer, head and read, and by age.
+    """Counts what reconstructed keys and values do to attention, per video, layer, head and read, and by token.
 
     One recorder watches one rollout, of one video or of a batch.
 
@@ -141,6 +154,7 @@ class Recorder(CacheObserver):
         began = time.perf_counter()
         layer = self._layers.setdefault(cache.layer, _Layer())
         end, block = spans[-1].stop, queries.shape[2]
+        layer.observe(queries, keys.shape[1])
         layer.reads.setdefault(end, np.zeros((len(TALLIES), 2, *keys.shape[:2])))
         if layer.latest is None or layer.latest[0] != tuple(spans):
             sealed = _sealed_tokens(layer.exact, spans, block)
@@ -164,24 +178,50 @@ class Recorder(CacheObserver):
         shape = next((found.shape for layer in layers for found in layer.reads.values()), (len(TALLIES), 2, 0, 0))
         reads = np.array([[layer.reads.get(end, np.zeros(shape)) for end in ends] for layer in layers])
         reads = reads.reshape(len(layers), len(ends), *shape).transpose(4, 2, 3, 0, 5, 1)
-        by_age = _by_age(layers, shape[2:])
-        return tuple(_recording(sums, aged) for sums, aged in zip(reads, by_age, strict=True))
+        by_age = _joined([layer.ages for layer in layers], shape[2:])
+        by_position = _joined([layer.positions for layer in layers], shape[2:])
+        spectra = _spectra([layer.moment for layer in layers if layer.moment is not None])
+        return tuple(_recording(*parts) for parts in zip(reads, by_age, by_position, spectra, strict=True))
 
 
-def _by_age(layers: Sequence[_Layer], shape: tuple[int, ...]) -> Float64[np.ndarray, "batch aged 2 layers heads ages"]:
-    most = max((layer.ages.shape[-1] for layer in layers if layer.ages is not None), default=0)
-    grid = np.zeros((len(layers), len(AGED), 2, *shape, most))
-    for index, layer in enumerate(layers):
-        if layer.ages is not None:
-            grid[index, ..., : layer.ages.shape[-1]] = layer.ages
+def _grown(
+    held: Float64[np.ndarray, "split 2 batch heads bins"], split: slice, sums: Float64[np.ndarray, "..."]
+) -> Float64[np.ndarray, "split 2 batch heads more"]:
+    """Sums held so far, with more of them added to some of the tallies and bins appended where they need them."""
+    old, bins = held.shape[-1], sums.shape[-1]
+    grown = np.zeros((*held.shape[:2], *sums.shape[2:4], max(old, bins)))
+    if old:
+        grown[..., :old] = held
+    grown[split, ..., :bins] += sums
+    return grown
+
+
+def _joined(
+    sums: Sequence[Float64[np.ndarray, "split 2 batch heads bins"]], shape: tuple[int, ...]
+) -> Float64[np.ndarray, "batch split 2 layers heads bins"]:
+    """Sums of all layers, as wide as the widest."""
+    grid = np.zeros((len(sums), len(SPLIT), 2, *shape, max(one.shape[-1] for one in sums)))
+    for layer, one in zip(grid, sums, strict=True):
+        if one.shape[-1]:
+            layer[..., : one.shape[-1]] = one
     return grid.transpose(3, 1, 2, 0, 4, 5)
 
 
+def _spectra(moments: Sequence[Tensor]) -> Float64[np.ndarray, "batch layers heads channels"]:
+    """Eigenvalues of second moments, descending."""
+    values = torch.linalg.eigvalsh(torch.stack([moment.double().cpu() for moment in moments], 1))
+    return values.flip(-1).clamp(min=0).numpy()
+
+
 def _recording(
-    sums: Float64[np.ndarray, "tallies 2 layers heads reads"], aged: Float64[np.ndarray, "aged 2 layers heads ages"]
+    sums: Float64[np.ndarray, "tallies 2 layers heads reads"],
+    by_age: Float64[np.ndarray, "split 2 layers heads ages"],
+    by_position: Float64[np.ndarray, "split 2 layers heads positions"],
+    spectrum: Float64[np.ndarray, "layers heads channels"],
 ) -> Recording:
-    by_age = dict(zip(AGED, aged, strict=True))
-    return Recording(**{name: Tally(*pair, *by_age.get(name, ())) for name, pair in zip(TALLIES, sums, strict=True)})
+    split = {name: (*age, *position) for name, age, position in zip(SPLIT, by_age, by_position, strict=True)}
+    tallies = {name: Tally(*pair, *split.get(name, ())) for name, pair in zip(TALLIES, sums, strict=True)}
+    return Recording(**tallies, spectrum=spectrum)
 
 
 def _sealed_tokens(exact: Sequence[_Unit], spans: Sequence[Span], block: int) -> Sealed | None:
@@ -200,10 +240,12 @@ def _sealed_tokens(exact: Sequence[_Unit], spans: Sequence[Span], block: int) ->
         offset += read.tokens
     if not parts:
         return None
+    tokens = tokens_of([part.span for part in parts])
     return Sealed(
         tuple(columns),
         gaps(columns, offset),
         torch.cat([part.keys for part in parts], 2).float(),
         torch.cat([part.values for part in parts], 2).float(),
-        ages(tokens_of([part.span for part in parts]), spans[-1].stop, block),
+        ages(tokens, spans[-1].stop, block),
+        tokens // block,
     )

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import jinja2
 
-from quantwm_eval import figures, films, markdown, summary
+from quantwm_eval import agreement, drawing, figures, films, markdown, summary
 from quantwm_eval.experiment import CONTROL
 from quantwm_eval.films import VIDEOS
 from quantwm_eval.gallery import TRUTH, Gallery, Reel, data_uri
 from quantwm_eval.results import Results
+from quantwm_eval.summary import Table
 
 PAGE = "report.html"
 TABLES = "report.md"
@@ -49,19 +50,21 @@ def write(folder: Path, results: Results, gallery: Gallery) -> tuple[Path, ...]:
     return tuple(written)
 
 
-def write_page(folder: Path, results: Results, gallery: Gallery, reels: Sequence[Reel]) -> tuple[Path, Path]:
-    """Write page and tables into a folder that exists.
+def write_page(
+    folder: Path, results: Results, gallery: Gallery, reels: Sequence[Reel], more: Sequence[Table] = ()
+) -> tuple[Path, Path]:
+    """Write page and tables into a folder that exists; ``more`` are tables that come from elsewhere, VBench's.
 
     Raises:
         OSError: A file cannot be written.
     """
     written = folder / PAGE, folder / TABLES
-    written[0].write_text(page(results, gallery, reels), encoding="utf-8")
-    written[1].write_text(markdown.render(results, headline(results)), encoding="utf-8")
+    written[0].write_text(page(results, gallery, reels, more), encoding="utf-8")
+    written[1].write_text(markdown.render(results, headline(results), more), encoding="utf-8")
     return written
 
 
-def page(results: Results, gallery: Gallery, reels: Sequence[Reel]) -> str:
+def page(results: Results, gallery: Gallery, reels: Sequence[Reel], more: Sequence[Table] = ()) -> str:
     """The page as text."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("quantwm_eval"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
@@ -71,15 +74,19 @@ def page(results: Results, gallery: Gallery, reels: Sequence[Reel]) -> str:
     source = resources.files("quantwm_eval") / "templates"
     return environment.get_template("report.html.j2").render(
         style=(source / "report.css").read_text(encoding="utf-8"),
-        script=(source / "player.js").read_text(encoding="utf-8"),
+        script="".join((source / name).read_text(encoding="utf-8") for name in ("player.js", "wipe.js")),
         results=results,
         experiment=results.experiment,
         provenance=results.provenance,
         headline=headline(results),
         cards=cards(results),
-        colours=figures.colours(results),
+        colours=drawing.colours(results),
         table=summary.main_table(results),
         details=[summary.detail_table(results, kind) for kind in results.experiment.kinds],
+        more=more,
+        stated=agreement.rows(results),
+        stated_heads=agreement.HEADS,
+        stated_title=agreement.title(results),
         plots=figures.all_plots(results),
         gallery=gallery,
         reels=reels,

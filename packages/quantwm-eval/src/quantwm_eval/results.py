@@ -1,6 +1,7 @@
 """Measurements as JSON lines: one line says what was run and with what, every further one is a cell.
 
-Numbers that JSON does not know are written as the strings ``"Infinity"``, ``"-Infinity"`` and ``"NaN"``.
+Numbers that JSON does not know are written as the strings ``"Infinity"``, ``"-Infinity"`` and ``"NaN"``. Figures are written in
+full; what is drawn along an axis (curves, maps, ages, positions) to seven digits, which halves the file.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+from jaxtyping import Float64
 
 from quantwm_core.errors import FormatError
 from quantwm_eval.experiment import Experiment
@@ -21,6 +23,10 @@ from quantwm_eval.provenance import Provenance
 
 FORMAT = "quantwm-results"
 VERSION = 1
+
+ALONG = ("curves", "maps", "ages", "positions")
+"""Parts of a measurement that lie along an axis, in its order."""
+DIGITS = 7
 
 Key: TypeAlias = tuple[str, int, int, str]
 """Kind, scene, seed and method of a cell."""
@@ -102,17 +108,19 @@ def cell_line(cell: Cell) -> str:
             "valid": cell.valid,
             "reference": cell.reference,
             "values": dict(measured.values),
-            "curves": {name: curve.tolist() for name, curve in measured.curves.items()},
-            "maps": {name: grid.tolist() for name, grid in measured.maps.items()},
-            "ages": {name: curve.tolist() for name, curve in measured.ages.items()},
+            **{part: {name: _short(x) for name, x in getattr(measured, part).items()} for part in ALONG},
         }
     )
 
 
+def text(results: Results) -> str:
+    """A whole results file."""
+    return "".join([header_line(results.experiment, results.provenance), *map(cell_line, results.cells)])
+
+
 def save(path: Path, results: Results) -> None:
     """Write a results file; one that exists is replaced."""
-    lines = [header_line(results.experiment, results.provenance), *map(cell_line, results.cells)]
-    path.write_text("".join(lines), encoding="utf-8")
+    path.write_text(text(results), encoding="utf-8")
 
 
 def load(path: Path) -> Results:
@@ -151,13 +159,19 @@ def parse(path: Path, text: str) -> Results:
     return Results(experiment, provenance, tuple(_cell(path, number, line) for number, line in enumerate(plain[1:], 2)))
 
 
+def _short(figures: Float64[np.ndarray, "..."]) -> Any:
+    rounded = [float(f"{figure:.{DIGITS}g}") for figure in figures.ravel()]
+    return np.reshape(rounded, figures.shape).tolist()
+
+
 def _cell(path: Path, number: int, line: Mapping[str, Any]) -> Cell:
     try:
         measured = Measurement(
             {name: float(value) for name, value in line["values"].items()},
-            {name: np.array(curve, np.float64) for name, curve in line["curves"].items()},
-            {name: np.array(grid, np.float64) for name, grid in line["maps"].items()},
-            {name: np.array(curve, np.float64) for name, curve in line.get("ages", {}).items()},
+            *(
+                {name: np.array(figures, np.float64) for name, figures in line.get(part, {}).items()}
+                for part in ALONG  # early files have no ages and no positions
+            ),
         )
         key = line["kind"], line["scene"], line["seed"], line["method"]
         return Cell(*key, line["valid"], measured, line.get("reference", ""))

@@ -13,15 +13,16 @@ from quantwm_eval.experiment import Experiment
 from quantwm_eval.provenance import Provenance
 from quantwm_eval.results import Results
 
-MACHINE = ("platform", "cores", "threads")
+MACHINE = ("platform", "device", "cores", "threads")
 """What must be equal, beside versions, for times to stand in one table."""
 
 
 def begin(path: Path, experiment: Experiment, provenance: Provenance) -> Results:
     """Make a results file ready to be appended to.
 
-    Where there is none it is made, with its first line whole or not at all. One that exists must be of the same
-    experiment, versions and machine; a last line that was cut off in the middle is removed, everything else stays.
+    Where there is none it is made, with its first line whole or not at all; so is it where one holds no cell, which is what a
+    run leaves that failed before its first one. One with cells must be of the same experiment, versions and machine; a last
+    line that was cut off in the middle is removed, everything else stays.
 
     Args:
         path: The file.
@@ -38,11 +39,10 @@ def begin(path: Path, experiment: Experiment, provenance: Provenance) -> Results
         OSError: It cannot be read or written.
     """
     if not path.exists():
-        whole = path.with_name(f".{path.name}.new")
-        whole.write_text(results.header_line(experiment, provenance), encoding="utf-8")
-        whole.replace(path)
-        return Results(experiment, provenance, ())
+        return _fresh(path, experiment, provenance)
     found, length = read(path)
+    if not found.cells:
+        return _fresh(path, experiment, provenance)
     unlike = _differences(found, experiment, provenance)
     if unlike:
         raise StateError(f"{path}: belongs to another run: {'; '.join(unlike)}; name another file to keep both")
@@ -50,6 +50,13 @@ def begin(path: Path, experiment: Experiment, provenance: Provenance) -> Results
         with path.open("r+b") as file:
             file.truncate(length)
     return found
+
+
+def _fresh(path: Path, experiment: Experiment, provenance: Provenance) -> Results:
+    whole = path.with_name(f".{path.name}.new")
+    whole.write_text(results.header_line(experiment, provenance), encoding="utf-8")
+    whole.replace(path)
+    return Results(experiment, provenance, ())
 
 
 def read(path: Path) -> tuple[Results, int]:

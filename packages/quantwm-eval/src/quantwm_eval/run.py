@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+import torch
 
-from quantwm_core.errors import StateError
+from quantwm_core.errors import ParameterError, StateError, lookup
 from quantwm_eval import metrics
 from quantwm_eval.evidence import CacheBytes, Evidence, Frames, Seconds
 from quantwm_eval.experiment import CONTROL, Experiment, MethodChoice
@@ -62,11 +64,15 @@ def count_chunks(experiment: Experiment, host: Host, finished: Sequence[Cell] = 
     Raises:
         QuantWMError: The host cannot do the experiment.
     """
+    for kind in experiment.kinds:
+        lookup(f"kind of episode of host {host.name!r}:", kind, host.kinds)
+    if experiment.batch > 1 and not host.makes_batches:
+        raise ParameterError(f"batch {experiment.batch}: host {host.name!r} makes one video at a time; use batch 1")
     host.check(experiment.scenes, experiment.frames, experiment.degrees)
     known = {cell.key for cell in finished}
     one = experiment.scenes[:1]
     chunks = {
-        kind: len(host.episodes(kind, one, experiment.frames, experiment.degrees)[0].actions) // host.chunk_frames
+        kind: _chunks(host, host.episodes(kind, one, experiment.frames, experiment.degrees)[0])
         for kind in experiment.kinds
     }
     total = 0
@@ -76,11 +82,17 @@ def count_chunks(experiment: Experiment, host: Host, finished: Sequence[Cell] = 
     return total
 
 
+def _chunks(host: Host, episode: Episode) -> int:
+    """How many chunks an episode takes."""
+    return next(count for count in itertools.count(1) if host.frames_of(count) >= len(episode.actions))
+
+
 def run(
     experiment: Experiment,
     host: Host,
     progress: Progress = lambda _title: None,
     finished: Sequence[Cell] = (),
+    warm: bool = False,
 ) -> Iterator[Outcome]:
     """Generate and measure, batch after batch of scenes, the BF16 control of a batch before its other methods.
 
@@ -94,13 +106,14 @@ def run(
         progress: Called after every chunk of every video with what is being made.
         finished: Cells of an earlier run of the same experiment, which are not yielded again. A batch is generated whole
             even where only some of its cells are missing, so that their figures are those of an uninterrupted run.
+        warm: Whether this process has run these methods before, and need not be warmed up.
 
     Raises:
         QuantWMError: The host cannot do it.
         StateError: A reference is another one than finished cells were compared with.
     """
     known = {cell.key: cell for cell in finished}
-    cold = True
+    cold = not warm
     for seed, kind, scenes in experiment.batches():
         due = _due(experiment, seed, kind, scenes, known.keys())
         if not due:
@@ -126,11 +139,18 @@ def _due(
 
 
 def _warm_up(experiment: Experiment, host: Host) -> None:
-    """Generate one chunk under every method and forget it: what is loaded on first use counts in no video's time."""
+    """Generate a little under every method and forget it: what is loaded on first use counts in no video's time.
+
+    On a GPU that is two units and a read of them, because kernels are compiled on first use, and the first unit, which has
+    no statistics, needs others than the second.
+    """
     (episode,) = host.episodes(experiment.kinds[0], experiment.scenes[:1], experiment.frames, experiment.degrees)
-    short = replace(episode, actions=episode.actions[: host.chunk_frames])
+    compiles = host.device.type == "cuda"
     for method in experiment.methods:
-        with host.attach(method.scheme(chunks_per_seal=1), [Recorder(experiment.samples)], method.window):
+        scheme = method.scheme(experiment.chunks_per_seal if compiles else 1)
+        chunks = 2 * scheme.chunks_per_seal + 1 if compiles else 1
+        short = replace(episode, actions=episode.actions[: host.frames_of(chunks)])
+        with host.attach(scheme, _observers(Recorder(experiment.samples)), method.window):
             host.generate([short], [0], lambda: None)
 
 
@@ -197,8 +217,10 @@ def _roll_out(
 ) -> list[Evidence]:
     """Generate a batch with a method's cache under the model, and keep what metrics need."""
     recorder = Recorder(experiment.samples)
-    with host.attach(method.scheme(experiment.chunks_per_seal), [recorder], method.window) as attached:
+    with host.attach(method.scheme(experiment.chunks_per_seal), _observers(recorder), method.window) as attached:
         meter = Meter(attached)
+        if host.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(host.device)
 
         def chunk_done() -> None:
             meter.chunk_done(len(episodes))
@@ -208,12 +230,18 @@ def _roll_out(
         videos = host.generate(episodes, seeds, chunk_done)
         elapsed = time.perf_counter() - began - recorder.seconds - meter.seconds
         use = attached.use()
+    peak = float(torch.cuda.max_memory_allocated(host.device)) if host.device.type == "cuda" else None
     seconds = Seconds(*(part / len(episodes) for part in (elapsed, use.seal_seconds, use.decode_seconds)))
     recordings = recorder.recordings() or [None] * len(episodes)
     return [
-        Evidence(video, reference, episode.look_away, recording, tuple(meter.moments), seconds)
+        Evidence(video, reference, episode.look_away, recording, tuple(meter.moments), seconds, episode.truth, peak)
         for video, reference, episode, recording in zip(videos, references, episodes, recordings, strict=True)
     ]
+
+
+def _observers(recorder: Recorder) -> tuple[Recorder, ...]:
+    """Nobody looks on where nothing is sampled."""
+    return (recorder,) if recorder.samples else ()
 
 
 def measure(names: Sequence[str], evidence: Evidence) -> Measurement:
@@ -228,4 +256,5 @@ def measure(names: Sequence[str], evidence: Evidence) -> Measurement:
         {name: curve for one in found for name, curve in one.curves.items()},
         {name: grid for one in found for name, grid in one.maps.items()},
         {name: curve for one in found for name, curve in one.ages.items()},
+        {name: curve for one in found for name, curve in one.positions.items()},
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from quantwm_core.stream import Span
 
-OF_CALLS = ("selection", "logits", "attention", "output")
-"""Tallies that every call adds to; the first two also by age of the token."""
+OF_CALLS = ("selection", "logits", "attention", "output", "top")
+"""Tallies that every call adds to; the first two also by token."""
 OF_TOKENS = ("keys", "values")
-"""Tallies of the tokens themselves, also by age."""
+"""Tallies of the tokens themselves, also by token."""
+TOP = 8
+"""Largest logits of a query that are compared as a set."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Sealed:
         rest: Where the other tokens stand.
         keys: Their exact keys, FP32 ``[B, H, n, D]``.
         values: Their exact values, likewise.
-        ages: Their ages.
+        ages: How long ago each was written.
+        positions: When each was written.
     """
 
     columns: tuple[slice, ...]
@@ -35,6 +38,7 @@ class Sealed:
     keys: Tensor
     values: Tensor
     ages: Int64[np.ndarray, " tokens"]
+    positions: Int64[np.ndarray, " tokens"]
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,13 @@ class Sums:
 
     Attributes:
         total: ``[tallies, 2, B, H]``.
-        by_age: ``[aged tallies, 2, B, H, ages]``.
+        by_age: ``[split tallies, 2, B, H, ages]``.
+        by_position: ``[split tallies, 2, B, H, positions]``.
     """
 
     total: Float64[np.ndarray, "tallies 2 batch heads"]
-    by_age: Float64[np.ndarray, "aged 2 batch heads ages"]
+    by_age: Float64[np.ndarray, "split 2 batch heads ages"]
+    by_position: Float64[np.ndarray, "split 2 batch heads positions"]
 
 
 def ages(tokens: Int64[np.ndarray, " tokens"], end: int, block: int) -> Int64[np.ndarray, " tokens"]:
@@ -99,15 +105,14 @@ def of_call(queries: Tensor, keys: Tensor, values: Tensor, sealed: Sealed) -> Su
     shifted = (winner != rebuilt.argmax(-1)).double()
     count = torch.ones_like(shifted)
     divergence, error, energy = _attention(pooled @ gather(keys, sealed.rest).mT, true, rebuilt, values, sealed)
-    by_query = [shifted, count], [divergence, count], [error, energy]
-    selection, attention, output = ([x.sum(-1) for x in pair] for pair in by_query)
-    total = [selection, [x.sum(-1) for x in energies], attention, output]
-    bins = torch.from_numpy(sealed.ages).to(winner.device)
-    by_age = [
-        [_binned(x, bins[winner], sealed.ages) for x in (shifted, count)],
-        [_binned(x, bins.expand_as(x), sealed.ages) for x in energies],
-    ]
-    return Sums(_stack(total), _stack(by_age))
+    by_query = [shifted, count], [divergence, count], [error, energy], [_missed(true, rebuilt), count]
+    selection, attention, output, top = ([x.sum(-1) for x in pair] for pair in by_query)
+    total = [selection, [x.sum(-1) for x in energies], attention, output, top]
+
+    def split(bins: Tensor, size: int) -> list[list[Tensor]]:
+        return [[_binned(x, bins[winner], size) for x in (shifted, count)], [_binned(x, bins, size) for x in energies]]
+
+    return _sums(total, split, sealed, winner.device)
 
 
 def of_tokens(keys: Tensor, values: Tensor, sealed: Sealed) -> Sums:
@@ -116,9 +121,11 @@ def of_tokens(keys: Tensor, values: Tensor, sealed: Sealed) -> Sums:
     for read, exact in ((keys, sealed.keys), (values, sealed.values)):
         rebuilt = gather(read, sealed.columns)
         pairs.append([x.square().sum(-1, dtype=torch.float64) for x in (rebuilt - exact, exact)])
-    bins = torch.from_numpy(sealed.ages).to(keys.device)
-    by_age = [[_binned(x, bins.expand_as(x), sealed.ages) for x in pair] for pair in pairs]
-    return Sums(_stack([[x.sum(-1) for x in pair] for pair in pairs]), _stack(by_age))
+
+    def split(bins: Tensor, size: int) -> list[list[Tensor]]:
+        return [[_binned(x, bins, size) for x in pair] for pair in pairs]
+
+    return _sums([[x.sum(-1) for x in pair] for pair in pairs], split, sealed, keys.device)
 
 
 def _attention(
@@ -135,9 +142,27 @@ def _attention(
     return divergence, error.square().sum(-1, dtype=torch.float64), output.square().sum(-1, dtype=torch.float64)
 
 
-def _binned(numbers: Tensor, bins: Tensor, known: Int64[np.ndarray, " tokens"]) -> Tensor:
-    """Sums of numbers ``[B, H, n]`` by bin ``[B, H, n]``."""
-    return numbers.new_zeros((*numbers.shape[:2], int(known.max()) + 1)).scatter_add_(2, bins, numbers)
+def _missed(true: Tensor, rebuilt: Tensor) -> Tensor:
+    """Share of each query's ``TOP`` largest exact logits that are not among its largest rebuilt ones."""
+    count = min(TOP, true.shape[-1])
+    wanted, found = (scores.topk(count, -1).indices for scores in (true, rebuilt))
+    return (wanted[..., :, None] != found[..., None, :]).all(-1).double().mean(-1)
+
+
+def _sums(
+    total: Sequence[Sequence[Tensor]],
+    split: Callable[[Tensor, int], list[list[Tensor]]],
+    sealed: Sealed,
+    device: torch.device,
+) -> Sums:
+    """Sums over all, and split by age and by position."""
+    by = [split(torch.from_numpy(bins).to(device), int(bins.max()) + 1) for bins in (sealed.ages, sealed.positions)]
+    return Sums(_stack(total), *map(_stack, by))
+
+
+def _binned(numbers: Tensor, bins: Tensor, size: int) -> Tensor:
+    """Sums of numbers ``[B, H, n]`` by their bin, ``[n]`` or ``[B, H, n]``, of ``size`` bins."""
+    return numbers.new_zeros((*numbers.shape[:2], size)).scatter_add_(2, bins.expand_as(numbers), numbers)
 
 
 def _stack(pairs: Sequence[Sequence[Tensor]]) -> Float64[np.ndarray, "..."]:

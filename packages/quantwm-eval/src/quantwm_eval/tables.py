@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import io
 
-from quantwm_eval import paired, summary, text_table
+from quantwm_eval import agreement, paired, summary, text_table
 from quantwm_eval.estimate import Estimate
 from quantwm_eval.metric import Quantity
 from quantwm_eval.results import Results
+from quantwm_eval.summary import Table
 
 COLUMNS = (
     "kind", "quantity", "unit", "better", "method", "n", "mean", "low", "high",
@@ -40,10 +41,22 @@ def text(results: Results, against: str | None = None, everything: bool = False)
             line = [row.label, str(row.found.n), shown.text, shown.interval]
             lines.append(line if against is None else [*line, *_difference(quantity, row.difference)])
         blocks.append(f"{kind}: {summary.head(quantity)}\n{text_table.grid(lines)}")
+    stated = agreement.rows(results)
+    if stated:
+        blocks.append(f"{agreement.title(results)}\n{text_table.grid([agreement.HEADS, *stated], left=2)}")
     notes = ["n: scenes; seeds of a scene are averaged first."]
     if against is not None:
         notes.append("*: the interval of the difference over the same scenes leaves zero out.")
     return "\n\n".join([*blocks, " ".join(notes)])
+
+
+def grid(table: Table) -> str:
+    """A table of methods by quantities, each mean with its interval in parentheses."""
+    rows = [
+        (label, *(f"{x.text} ({x.interval})" if x.interval else x.text for x in entries))
+        for label, entries in table.rows
+    ]
+    return f"{table.title}\n{text_table.grid([('method', *table.heads), *rows])}"
 
 
 def comma_separated(results: Results, against: str | None = None) -> str:
@@ -62,14 +75,9 @@ def comma_separated(results: Results, against: str | None = None) -> str:
 def _difference(quantity: Quantity, found: Estimate) -> tuple[str, str]:
     if found.n == 0:
         return "", ""
-    low, high = _signed(quantity, found.low), _signed(quantity, found.high)
+    low, high = summary.signed(quantity, found.low), summary.signed(quantity, found.high)
     mark = " *" if paired.certain(found) else ""
-    return f"{_signed(quantity, found.mean)}{mark}", "" if low == high else f"{low} to {high}"
-
-
-def _signed(quantity: Quantity, value: float) -> str:
-    text = summary.number(quantity, value)
-    return text if text.startswith("-") else f"+{text}"
+    return f"{summary.signed(quantity, found.mean)}{mark}", "" if low == high else f"{low} to {high}"
 
 
 def _numbers(found: Estimate) -> tuple[int | str, ...]:

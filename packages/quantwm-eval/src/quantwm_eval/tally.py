@@ -1,4 +1,4 @@
-"""Two sums whose ratio is a figure, kept apart so that it can be taken over any layers, heads, reads or ages."""
+"""Two sums whose ratio is a figure, kept apart so that it can be taken over any layers, heads, reads, ages or positions."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class Tally:
         whole: Denominator of the same shape; zero where nothing was sealed yet.
         part_by_age: Numerator ``[layers, heads, ages]``; empty where the figure does not split over tokens.
         whole_by_age: Denominator of that shape.
+        part_by_position: Numerator ``[layers, heads, positions]``; empty likewise.
+        whole_by_position: Denominator of that shape.
 
     >>> Tally(np.ones((1, 1, 2)), np.full((1, 1, 2), 4.0)).ratio()
     0.25
@@ -45,6 +47,8 @@ class Tally:
     whole: Grid
     part_by_age: Grid = field(default_factory=_nothing)
     whole_by_age: Grid = field(default_factory=_nothing)
+    part_by_position: Grid = field(default_factory=_nothing)
+    whole_by_position: Grid = field(default_factory=_nothing)
 
     def ratio(self) -> float:
         """Over everything; NaN where nothing was sealed."""
@@ -61,3 +65,7 @@ class Tally:
     def over_ages(self) -> Float64[np.ndarray, " ages"]:
         """By age of the token, over layers, heads and reads; empty where the figure does not split."""
         return np.asarray(share(self.part_by_age, self.whole_by_age, (0, 1)))
+
+    def over_positions(self) -> Float64[np.ndarray, " positions"]:
+        """By position of the token, over layers, heads and reads; empty where the figure does not split."""
+        return np.asarray(share(self.part_by_position, self.whole_by_position, (0, 1)))

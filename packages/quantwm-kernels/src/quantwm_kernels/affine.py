@@ -52,9 +52,9 @@ def decoded_shape(codes: Sequence[int], start: int, stop: int) -> tuple[int, ...
 
 
 @torch.library.custom_op("quantwm::encode_affine", mutates_args=())
-def _encode(values: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _encode(values: Tensor, group_size: int, scale_candidates: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shapes = code_shapes(values.shape, group_size)
-    code = core.encode(to_numpy(values, "values"), group_size)
+    code = core.encode(to_numpy(values, "values"), group_size, scale_candidates)
     return (
         owned(code.codes, shapes[0]),
         owned(code.scales, shapes[1]),
@@ -64,17 +64,18 @@ def _encode(values: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 @_encode.register_kernel("cuda")
-def _(values: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(values: Tensor, group_size: int, scale_candidates: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_detached(values, "values")
     check_available("values")
     from quantwm_kernels.triton import affine as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
 
-    code = kernels.encode(values, group_size)
+    code = kernels.encode(values, group_size, scale_candidates)
     return code.codes, code.scales, code.zero_points, code.super_scale
 
 
 @_encode.register_fake
-def _(values: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(values: Tensor, group_size: int, scale_candidates: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    del scale_candidates
     codes, scales, zero_points, super_scale = code_shapes(values.shape, group_size)
     return (
         values.new_empty(codes, dtype=torch.uint8),
@@ -109,20 +110,23 @@ def _(
     return super_scale.new_empty(decoded_shape(codes.shape, start, stop))
 
 
-def encode(values: Float32[Tensor, "*streams tokens channels"], group_size: int) -> AffineCode:
+def encode(
+    values: Float32[Tensor, "*streams tokens channels"], group_size: int, scale_candidates: int = 1
+) -> AffineCode:
     """Quantize FP32 values to 2 bits in groups of consecutive channels of a token.
 
     Args:
         values: FP32 ``[*streams, tokens, channels]``, finite.
         group_size: Channels that share a scale; a multiple of 4 that divides ``channels``.
+        scale_candidates: How many shares of a group's range compete for its scale.
 
     Raises:
-        ParameterError: The group size does not fit.
+        ParameterError: The group size does not fit, or there are not so many candidates.
 
     >>> encode(torch.tensor([[[0.0, 1.0, 2.0, 3.0]]]), 4).codes
     tensor([[[228]]], dtype=torch.uint8)
     """
-    return AffineCode(*_encode(values, group_size))
+    return AffineCode(*_encode(values, group_size, scale_candidates))
 
 
 def decode(code: AffineCode, start: int = 0, stop: int | None = None) -> Float32[Tensor, "*streams tokens channels"]:

@@ -34,6 +34,20 @@ def storage_nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(blocks.values())
 
 
+def stored_nbytes(chunks: Iterable[SealedChunk]) -> tuple[int, int]:
+    """Bytes of units together: what is each one's own, and what they share, every array once.
+
+    >>> own, basis = torch.zeros(4, dtype=torch.uint8), torch.zeros(64, dtype=torch.int8)
+    >>> tensor = SealedTensor("klt", {}, (1, 1, 2, 8), {"codes": own, "shared_basis": basis})
+    >>> plain = SealedTensor("bf16", {}, (1, 1, 2, 8), {"exact": torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16)})
+    >>> stored_nbytes([SealedChunk(tensor, plain, start) for start in (0, 2)])
+    (36, 64)
+    """
+    tensors = [tensor for each in chunks for tensor in (each.keys, each.values)]
+    shared = storage_nbytes(array for tensor in tensors for array in tensor.shared.values())
+    return storage_nbytes(array for tensor in tensors for array in tensor.own.values()), shared
+
+
 def description(
     method: str, parameters: Mapping[str, core.Parameter], shape: Sequence[int], names: Iterable[str]
 ) -> dict[str, Any]:
@@ -76,6 +90,16 @@ class SealedTensor:
     def nbytes(self) -> int:
         """Bytes of storage."""
         return storage_nbytes(self.arrays.values())
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """Arrays that other units may have, too: see :data:`quantwm_core.chunk.SHARED`."""
+        return {name: tensor for name, tensor in self.arrays.items() if name.startswith(core.SHARED)}
+
+    @property
+    def own(self) -> dict[str, Tensor]:
+        """All other arrays."""
+        return {name: tensor for name, tensor in self.arrays.items() if not name.startswith(core.SHARED)}
 
     @cached_property
     def row(self) -> Row:
@@ -145,6 +169,11 @@ class SealedChunk:
     def nbytes(self) -> int:
         """Bytes of storage."""
         return storage_nbytes([*self.keys.arrays.values(), *self.values.arrays.values()])
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of the arrays that other units may have, too; they are among :attr:`nbytes`."""
+        return storage_nbytes([*self.keys.shared.values(), *self.values.shared.values()])
 
     @property
     def bf16_nbytes(self) -> int:

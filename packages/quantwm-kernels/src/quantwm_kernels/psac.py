@@ -7,6 +7,7 @@ import torch
 from jaxtyping import BFloat16, Float32, Int8, Int32, UInt8
 from torch import Tensor
 
+from quantwm_core import packing
 from quantwm_core import psac as core
 from quantwm_kernels.bridge import check_detached, owned, to_numpy
 from quantwm_kernels.launch import check_available
@@ -16,7 +17,7 @@ class PsacCode(NamedTuple):
     """Coefficients of a unit's streams; fields as in :class:`quantwm_core.psac.PsacCode`, ``layout`` flattened."""
 
     scales: BFloat16[Tensor, "*streams rank"]
-    dense: Int8[Tensor, "dense tokens rank"]
+    dense: Int8[Tensor, "dense tokens rank"] | UInt8[Tensor, "dense tokens pairs"]
     layout: UInt8[Tensor, " streams"]
     bitmap: UInt8[Tensor, "sparse bytes"]
     values: Int8[Tensor, " values"]
@@ -64,9 +65,10 @@ def _(error: Tensor, basis: Tensor) -> Tensor:
 
 @torch.library.custom_op("quantwm::encode_psac", mutates_args=())
 def _encode(
-    error: Tensor, basis: Tensor, energies: Tensor, threshold: float
+    error: Tensor, basis: Tensor, energies: Tensor, threshold: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    code = core.encode(to_numpy(error, "error"), to_numpy(basis, "basis"), to_numpy(energies, "energies"), threshold)
+    arguments = (to_numpy(error, "error"), to_numpy(basis, "basis"), to_numpy(energies, "energies"))
+    code = core.encode(*arguments, threshold, bits)
     return (
         owned(code.scales),
         owned(code.dense),
@@ -79,20 +81,20 @@ def _encode(
 
 @_encode.register_kernel("cuda")
 def _(
-    error: Tensor, basis: Tensor, energies: Tensor, threshold: float
+    error: Tensor, basis: Tensor, energies: Tensor, threshold: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     check_detached(error, "error")
     check_detached(basis, "basis")
     check_available("error")
     from quantwm_kernels.triton import psac as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
 
-    code = kernels.encode(error, basis, energies, threshold)
+    code = kernels.encode(error, basis, energies, threshold, bits)
     return code.scales, code.dense, code.layout, code.bitmap, code.values, code.counts
 
 
 @_encode.register_fake
 def _(
-    error: Tensor, basis: Tensor, energies: Tensor, threshold: float
+    error: Tensor, basis: Tensor, energies: Tensor, threshold: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     del energies, threshold
     # How many streams are sparse, and how many values those keep, only the data tell.
@@ -101,7 +103,9 @@ def _(
     tokens, rank = error.shape[-2], basis.shape[-1]
     return (
         basis.new_empty((*basis.shape[:-2], rank)),
-        error.new_empty((dense, tokens, rank), dtype=torch.int8),
+        error.new_empty((dense, tokens, packing.nibble_size(rank)), dtype=torch.uint8)
+        if bits == 4
+        else error.new_empty((dense, tokens, rank), dtype=torch.int8),
         error.new_empty((layout,), dtype=torch.uint8),
         error.new_empty((sparse, -(-tokens * rank // 8)), dtype=torch.uint8),
         error.new_empty((values,), dtype=torch.int8),
@@ -179,20 +183,25 @@ def encode(
     basis: BFloat16[Tensor, "*streams channels rank"],
     energies: Float32[Tensor, "*streams rank"],
     threshold: float = 0.0,
+    bits: int = 8,
 ) -> PsacCode:
-    """Code the key error along the basis, each stream dense or sparse, whichever is smaller.
+    """Code the key error along the basis, INT8 of each stream dense or sparse, whichever is smaller.
 
     Args:
         error: FP32 ``K - K^``, before ``K^`` is rounded to BF16.
         basis: Stored BF16 basis.
         energies: Eigenvalues that belong to the basis.
         threshold: Coefficients whose effect on a logit is below this many standard deviations are set to zero.
+        bits: Of a coefficient, 8, or 4 without a threshold.
+
+    Raises:
+        ParameterError: Such coefficients cannot be stored.
 
     >>> one = torch.ones(1, 1, 1)
     >>> encode(torch.tensor([[[127.0], [-63.0]]]), one.bfloat16(), one[0]).dense.ravel()
     tensor([127, -63], dtype=torch.int8)
     """
-    return PsacCode(*_encode(error, basis, energies, threshold))
+    return PsacCode(*_encode(error, basis, energies, threshold, bits))
 
 
 def decode(

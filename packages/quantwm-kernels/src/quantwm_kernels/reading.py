@@ -21,13 +21,15 @@ from quantwm_kernels.arrival import Arrival
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import KINDS, SealedChunk, SealedTensor
 from quantwm_kernels.launch import LAUNCHES, Launch, check_available, processors
-from quantwm_kernels.recipe import Field, Form, Recipe, Row
+from quantwm_kernels.recipe import PRODUCTS, Field, Form, Recipe, Row, Steps
 
 if TYPE_CHECKING:
     from quantwm_kernels.attention_passes import Pass
 
 _BY_CHANNEL_GROUPS = (Form.AFFINE, Form.SYMMETRIC)
 _TABLES = 1024
+NARROW, FEW_DIRECTIONS = 128, 16
+"""Head dimension and rank up to which a thread can do with few registers."""
 # A graph replays with the tables it captured, and nobody else would keep those.
 _captured: set[Planned] = set()
 
@@ -270,7 +272,6 @@ def batches(
     if not any(part.stop > part.start for part in (*keys, *values)):
         return ()
     check_tables([part.row for part in (*keys, *values)], device)
-    chosen = LAUNCHES["read"] if launch is None else launch
     key_recipes = merged([part.row.recipe for part in keys])
     value_recipes = merged([part.row.recipe for part in values]) or key_recipes
     groups: dict[tuple[Recipe, Recipe], list[int]] = {}
@@ -279,7 +280,7 @@ def batches(
     made = []
     for (key_recipe, value_recipe), members in groups.items():
         chosen_parts = [[parts[number] for number in members] if parts else [] for parts in (keys, values)]
-        made.append(_batch(key_recipe, value_recipe, chosen_parts[0], chosen_parts[1], device, chosen))
+        made.append(_batch(key_recipe, value_recipe, chosen_parts[0], chosen_parts[1], device, launch))
     return tuple(batch for batch in made if batch.programs)
 
 
@@ -302,17 +303,35 @@ def check_tables(rows: Iterable[Row], device: torch.device) -> None:
 
 
 def merged(recipes: Sequence[Recipe]) -> list[Recipe]:
-    """Let units without compensation, such as the first, share the recipe of those with it: their row says they have none."""
-    ranks = {recipe.rank for recipe in recipes if recipe.rank}
+    """Let units share a recipe where their rows say the rest.
+
+    Those without compensation, such as the first, share that of those with it; transform codes that of the most directions.
+    """
+    most = max((recipe.rank for recipe in recipes if recipe.form is Form.TRANSFORM), default=0)
+    recipes = [replace(recipe, rank=most) if recipe.form is Form.TRANSFORM else recipe for recipe in recipes]
+    ranks = {recipe.rank for recipe in recipes if recipe.rank and recipe.form not in PRODUCTS}
     if len(ranks) != 1:
-        return list(recipes)
+        return recipes
     (rank,) = ranks
-    sparse = any(recipe.sparse for recipe in recipes)
+    ways = {recipe.steps for recipe in recipes if recipe.rank}
+    if Steps.NIBBLES in ways and len(ways) > 1:  # INT4 and INT8 are read by different instructions
+        return list(recipes)
+    steps = max(ways)
     clustered = (recipe.form in _BY_CHANNEL_GROUPS for recipe in recipes)
     return [
-        replace(recipe, rank=rank, sparse=sparse) if may else recipe
+        replace(recipe, rank=rank, steps=steps) if may else recipe
         for recipe, may in zip(recipes, clustered, strict=True)
     ]
+
+
+def launch_of(*recipes: Recipe) -> Launch:
+    """How a read of tensors of these recipes is launched: with few registers, where those do."""
+    if any(each.form in PRODUCTS for each in recipes):
+        return LAUNCHES["read_product"]
+    narrow = all(
+        each.channels <= NARROW and each.rank <= FEW_DIRECTIONS and each.steps is Steps.DENSE for each in recipes
+    )
+    return LAUNCHES["read" if narrow else "read_wide"]
 
 
 def _batch(
@@ -321,9 +340,11 @@ def _batch(
     keys: Sequence[Part],
     values: Sequence[Part],
     device: torch.device,
-    launch: Launch,
+    launch: Launch | None,
 ) -> Batch:
     batch, heads = keys[0].row.streams
+    if launch is None:
+        launch = launch_of(key_recipe, value_recipe)
     span = _span([*keys, *values], batch * heads, device, launch)
     counts = [-(-(part.stop - part.start) // span) for part in (*keys, *values)]
     programs: list[int] = []

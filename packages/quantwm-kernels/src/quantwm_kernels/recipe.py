@@ -15,15 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantwm_core import methods, packing, psac
+from quantwm_core import allocation, methods, packing, psac
+from quantwm_core.allocation import BLOCK, token_bytes
 from quantwm_core.chunk import Parameter
+from quantwm_core.clustered import TABLE_SCALES
 from quantwm_core.errors import DeviceError, DtypeError, FormatError, StateError
+from quantwm_core.integer_table import EXACT_BITS
 from quantwm_core.methods.quantwm import PSAC_PARTS
 
 # Shape and number format of arrays by name.
 Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
-READABLE = ("bf16", "kivi", "quantwm", "qvg", "rtn")
+READABLE = ("bf16", "kivi", "klt", "kvtc", "oscar", "quantwm", "qvg", "rtn")
 """Methods whose arrays the kernels understand; those of other distributions are read on the CPU."""
 
 
@@ -36,13 +39,29 @@ class Form(IntEnum):
     CHANNEL_AFFINE = 3
     MINMAX = 4
     CHANNEL_MINMAX = 5
+    TRANSFORM = 6
+    ROTATED = 7
+
+
+PRODUCTS = (Form.TRANSFORM, Form.ROTATED)
+"""Forms whose tokens are products of numbers and a matrix."""
+
+
+class Steps(IntEnum):
+    """How the steps of PSAC coefficients may be stored: INT8 of all streams dense, of each dense or sparse, or INT4."""
+
+    DENSE = 0
+    EITHER = 1
+    NIBBLES = 2
 
 
 class Field(IntEnum):
     """Words of a row: tokens of the unit and the range to read, then addresses, 0 where the unit has no such array.
 
-    ``SHIFT`` is where token 0 of the unit would lie in the workspace. Each stage of centroids has three more words
-    after ``STAGES``: addresses of index and centroids, and the rows of the latter.
+    ``SHIFT`` is where token 0 of the unit would lie in the workspace. Each stage of centroids has four more words
+    after ``STAGES``: addresses of index and centroids, the rows of the latter, and the address of their scales. There a
+    transform code has the words of :class:`Place` of each stream instead; its arrays take the fields of others that it
+    does not have.
     """
 
     TOKENS = 0
@@ -63,9 +82,29 @@ class Field(IntEnum):
     SPARSE_STREAMS = 15
     SPARSE_SIZE = 16
     STAGES = 17
+    STEPS = 4
+    MEANS = 5
+    SHARED_BASIS = 7
+    SHARED_BASIS_SCALES = 8
+    ORDER = 9
 
 
-WORDS_PER_STAGE = 3
+class Place(IntEnum):
+    """Words of a stream of a transform code: where its parts begin in arrays of all streams, and how many there are."""
+
+    CODE_BYTE = 0
+    DIRECTION = 1
+    BASIS_ROW = 2
+    BASIS_ROWS = 3
+    EIGHT = 4
+    FOUR = 5
+    TWO = 6
+
+
+WORDS_PER_STREAM = len(Place)
+WORDS_PER_STAGE = 4
+FEWEST_DIRECTIONS = 16
+"""No matrix unit takes fewer columns of an operand."""
 VECTOR_NBYTES = 16
 """Widest load and store of a GPU's thread; what is aligned to it moves in the fewest of them."""
 _READ_AS_VECTORS = ("exact", "codes", "centroids")
@@ -74,7 +113,8 @@ _PSAC_FIELDS = {part: Field[part.upper()] for part in PSAC_PARTS}
 _OTHER_FIELDS = {
     "exact": Field.CODES, "codes": Field.CODES, "scales": Field.SCALES, "channel_scales": Field.SCALES,
     "zero_points": Field.ZERO_POINTS, "minima": Field.ZERO_POINTS, "channel_minima": Field.ZERO_POINTS,
-    "super_scale": Field.SUPER_SCALE,
+    "super_scale": Field.SUPER_SCALE, "steps": Field.STEPS, "means": Field.MEANS, "order": Field.ORDER,
+    "shared_basis": Field.SHARED_BASIS, "shared_basis_scales": Field.SHARED_BASIS_SCALES,
 }  # fmt: skip
 
 
@@ -87,8 +127,9 @@ class Recipe:
         channels: Head dimension.
         group: Channels per scale, or tokens where the form says so; 1 where there is no scale.
         stages: Codebooks that are added up.
-        rank: Directions of PSAC; 0 without it.
-        sparse: Whether a stream's coefficients may be stored sparse.
+        rank: Directions of PSAC, or of a transform code's matrix, of these a power of two; 0 without it.
+        steps: How coefficients may be stored.
+        centroid_bits: Of an entry of a codebook, 16 (BF16), 8 or 4.
     """
 
     form: Form
@@ -96,7 +137,8 @@ class Recipe:
     group: int = 1
     stages: int = 0
     rank: int = 0
-    sparse: bool = False
+    steps: Steps = Steps.DENSE
+    centroid_bits: int = EXACT_BITS
 
 
 class Row(NamedTuple):
@@ -138,14 +180,19 @@ def describe(
         raise DeviceError(
             f"method {method!r}: the kernels read {', '.join(READABLE)}; move the cache of another method to the CPU"
         )
+    places: tuple[int, ...] = ()
     try:
-        recipe = _recipe(method, parameters, shape, arrays)
+        if "order" in arrays:
+            places, directions = _places(method, shape, arrays)
+            recipe = Recipe(Form.TRANSFORM, shape[3], rank=_padded(directions))
+        else:
+            recipe = _recipe(method, parameters, shape, arrays)
         expected = _expected(recipe, shape, arrays)
         for name, (tensor_shape, dtype) in expected.items():
             _check(f"{method} array {name!r}", arrays[name], tensor_shape, dtype)
     except KeyError as error:
         raise FormatError(f"a unit sealed with {method} lacks its array {error}; the file is damaged") from error
-    words = [0] * (Field.STAGES + WORDS_PER_STAGE * recipe.stages)
+    words = [0] * (Field.STAGES + WORDS_PER_STAGE * recipe.stages) + list(places)
     words[Field.TOKENS] = shape[2]
     for name, place in (_OTHER_FIELDS | _PSAC_FIELDS).items():
         if name in expected:
@@ -159,8 +206,9 @@ def describe(
         words[place] = len(arrays[name]) if name in expected else 0
     for stage in range(recipe.stages):
         index, centroids = (arrays[f"{part}{_suffix(stage)}"] for part in ("index", "centroids"))
+        scales = arrays[TABLE_SCALES].data_ptr() if TABLE_SCALES in expected else 0
         begin = Field.STAGES + WORDS_PER_STAGE * stage
-        words[begin : begin + WORDS_PER_STAGE] = index.data_ptr(), centroids.data_ptr(), centroids.shape[2]
+        words[begin : begin + WORDS_PER_STAGE] = index.data_ptr(), centroids.data_ptr(), centroids.shape[2], scales
     devices = {arrays[name].device for name in expected}
     if len(devices) > 1:
         raise DeviceError(f"a unit sealed with {method} is spread over {sorted(map(str, devices))}; move it to one")
@@ -177,6 +225,9 @@ def _recipe(
     method: str, parameters: Mapping[str, Parameter], shape: Sequence[int], arrays: Mapping[str, Tensor]
 ) -> Recipe:
     channels = shape[3]
+    if "shared_basis" in arrays:
+        group = methods.get(method, **parameters).group_size or channels  # type: ignore[attr-defined]  # only oscar rotates
+        return Recipe(Form.ROTATED, channels, group, rank=_padded(channels))
     if "exact" in arrays:
         return Recipe(Form.EXACT, channels)
     if "channel_scales" in arrays or "minima" in arrays:
@@ -190,7 +241,21 @@ def _recipe(
         raise FormatError(f"a unit sealed with {method} has {groups} groups for {channels} channels")
     stages = sum(name.startswith("centroids") for name in arrays)
     rank = arrays["basis"].shape[-1] if "basis" in arrays else 0
-    return Recipe(form, channels, channels // groups, stages, rank, sparse="layout" in arrays)
+    return Recipe(form, channels, channels // groups, stages, rank, _steps(arrays), _centroid_bits(arrays))
+
+
+def _steps(arrays: Mapping[str, Tensor]) -> Steps:
+    """How the coefficients are stored, if there are any."""
+    if "coefficients" in arrays and arrays["coefficients"].dtype is torch.uint8:
+        return Steps.NIBBLES
+    return Steps.EITHER if "layout" in arrays else Steps.DENSE
+
+
+def _centroid_bits(arrays: Mapping[str, Tensor]) -> int:
+    """Bits of an entry of the codebook."""
+    if TABLE_SCALES not in arrays:
+        return EXACT_BITS
+    return 4 if arrays["centroids"].dtype is torch.uint8 else 8
 
 
 def _expected(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
@@ -199,37 +264,106 @@ def _expected(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[
     streams = (batch, heads)
     if recipe.form is Form.EXACT:
         return {"exact": (shape, torch.bfloat16)}
+    if recipe.form is Form.TRANSFORM:
+        return _expected_transform(shape, arrays)
     codes: Expected = {"codes": ((*streams, tokens, packing.packed_size(channels)), torch.uint8)}
     by_token, by_channel = -(-tokens // recipe.group), -(-channels // recipe.group)
     match recipe.form:
+        case Form.ROTATED:
+            rows = batch * heads * channels
+            rotation: Expected = {
+                "shared_basis": ((rows, channels), torch.int8),
+                "shared_basis_scales": ((rows,), torch.bfloat16),
+            }
+            pair = dict.fromkeys(("scales", "minima"), ((*streams, tokens, by_channel), torch.bfloat16))
+            return codes | pair | rotation
         case Form.MINMAX:
             return codes | dict.fromkeys(("scales", "minima"), ((*streams, tokens, by_channel), torch.bfloat16))
         case Form.CHANNEL_MINMAX:
             names = ("channel_scales", "channel_minima")
             return codes | dict.fromkeys(names, ((*streams, channels, by_token), torch.bfloat16))
-    rows = (by_token, channels) if recipe.form is Form.CHANNEL_AFFINE else (tokens, by_channel)
-    expected: Expected = codes | {"scales": ((*streams, *rows), torch.float8_e4m3fn)}
+    grid = (by_token, channels) if recipe.form is Form.CHANNEL_AFFINE else (tokens, by_channel)
+    expected: Expected = codes | {"scales": ((*streams, *grid), torch.float8_e4m3fn)}
     if recipe.form is not Form.SYMMETRIC:
-        expected["zero_points"] = ((*streams, packing.packed_size(prod(rows))), torch.uint8)
+        expected["zero_points"] = ((*streams, packing.packed_size(prod(grid))), torch.uint8)
         expected["super_scale"] = (streams, torch.float32)
     for stage in range(recipe.stages):
         count = arrays[f"centroids{_suffix(stage)}"].shape[-2]
         expected[f"index{_suffix(stage)}"] = ((*streams, tokens), torch.uint8)
-        expected[f"centroids{_suffix(stage)}"] = ((*streams, max(count, 1), channels), torch.bfloat16)
+        expected[f"centroids{_suffix(stage)}"] = _expected_table(recipe, (*streams, max(count, 1)))
+    if recipe.stages and recipe.centroid_bits != EXACT_BITS:
+        expected[TABLE_SCALES] = ((*streams, channels), torch.bfloat16)
     return expected | _expected_psac(recipe, shape, arrays)
+
+
+def _expected_transform(shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
+    """Of arrays whose lengths :func:`_places` has held against each other."""
+    batch, heads, _, channels = shape
+    coded, rows = (arrays[name].shape[:1] for name in ("order", "shared_basis"))
+    return {
+        "codes": (tuple(arrays["codes"].shape[:1]), torch.uint8),
+        "order": (tuple(coded), torch.uint8),
+        "steps": (tuple(coded), torch.bfloat16),
+        "means": ((batch, heads, channels), torch.bfloat16),
+        "shared_basis": ((*rows, channels), torch.int8),
+        "shared_basis_scales": (tuple(rows), torch.bfloat16),
+    }
+
+
+def _places(method: str, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> tuple[tuple[int, ...], int]:
+    """Words of :class:`Place` of every stream, and the most directions that one codes.
+
+    What decides about addresses is read from the arrays here, for which a GPU is waited for.
+    """
+    batch, heads, tokens, _ = shape
+    counts, basis = arrays["blocks"].cpu(), arrays["shared_basis_blocks"].cpu()
+    if tuple(counts.shape) != (batch, heads, 3) or tuple(basis.shape) != (batch, heads):
+        raise FormatError(f"a unit sealed with {method} has blocks {tuple(counts.shape)} and {tuple(basis.shape)}")
+    words: list[int] = []
+    byte, direction, row, most = 0, 0, 0, 0
+    for own, blocks in zip(counts.view(-1, 3).tolist(), basis.flatten().tolist(), strict=True):
+        words += (byte, direction, row, BLOCK * blocks, *own)
+        coded = allocation.directions(own)
+        byte, direction, row = byte + tokens * token_bytes(own), direction + coded, row + BLOCK * blocks
+        most = max(most, coded)
+        if coded > BLOCK * blocks:
+            raise FormatError(f"a unit sealed with {method} codes {coded} directions in a basis of {BLOCK * blocks}")
+    sizes = [len(arrays[name]) for name in ("codes", "order", "shared_basis")]
+    if sizes != [byte, direction, row]:
+        raise FormatError(
+            f"a unit sealed with {method} has {sizes} codes, directions, rows; need {[byte, direction, row]}"
+        )
+    return tuple(words), most
+
+
+def _padded(directions: int) -> int:
+    """Power of two that a matrix unit takes as many directions as."""
+    return max(FEWEST_DIRECTIONS, 1 << (directions - 1).bit_length())
+
+
+def _expected_table(recipe: Recipe, rows: tuple[int, ...]) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and number format of centroids."""
+    match recipe.centroid_bits:
+        case 4:
+            return (*rows, packing.nibble_size(recipe.channels)), torch.uint8
+        case 8:
+            return (*rows, recipe.channels), torch.int8
+    return (*rows, recipe.channels), torch.bfloat16
 
 
 def _expected_psac(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
     batch, heads, tokens, channels = shape
     if not recipe.rank:
         return {}
-    sparse = arrays["bitmap"].shape[0] if recipe.sparse else 0
+    sparse = arrays["bitmap"].shape[0] if recipe.steps is Steps.EITHER else 0
+    nibbles = recipe.steps is Steps.NIBBLES
+    steps = packing.nibble_size(recipe.rank) if nibbles else recipe.rank
     expected: Expected = {
         "basis": ((batch, heads, channels, recipe.rank), torch.bfloat16),
         "coefficient_scales": ((batch, heads, recipe.rank), torch.bfloat16),
-        "coefficients": ((batch * heads - sparse, tokens, recipe.rank), torch.int8),
+        "coefficients": ((batch * heads - sparse, tokens, steps), torch.uint8 if nibbles else torch.int8),
     }
-    if recipe.sparse:
+    if recipe.steps is Steps.EITHER:
         flags = arrays["layout"].shape  # flat, or by batch and head
         expected["layout"] = (tuple(flags) if prod(flags) == batch * heads else (batch, heads), torch.uint8)
         expected["bitmap"] = ((sparse, -(-tokens * recipe.rank // 8)), torch.uint8)

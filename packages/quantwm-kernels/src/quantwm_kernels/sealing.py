@@ -8,7 +8,7 @@ whoever takes them one by one waits for each. Until then the BF16 tensors must s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -79,6 +79,7 @@ class Draft:
         label: Which tensor it is, for messages.
         source: What is sealed.
         streams: Its streams in the status, first and behind the last.
+        later: Makes the arrays once the status is believed, where a host must decide about them.
     """
 
     method: str
@@ -88,6 +89,7 @@ class Draft:
     label: str
     source: Tensor
     streams: tuple[int, int]
+    later: Callable[[], Mapping[str, Tensor]] | None = None
 
 
 class PendingTensors:
@@ -166,7 +168,7 @@ def _finished(draft: Draft, status: Sequence[Sequence[int]]) -> SealedTensor:
             f"{draft.label}: the queries that it is sealed with hold NaN, infinite numbers or numbers beyond 2**60; "
             "their moment cannot be repaired, so begin the cache anew"
         )
-    arrays = dict(draft.arrays)
+    arrays = dict(draft.arrays if draft.later is None else draft.later())
     if "coefficients" in arrays:
         arrays |= _laid_out(arrays, rows[Status.NON_ZERO], draft.shape)
     return SealedTensor(draft.method, draft.parameters, draft.shape, arrays)

@@ -17,7 +17,7 @@ from quantwm_core.method import Scheme
 from quantwm_core.method import scheme as make_scheme
 from quantwm_core.stream import Span, Stream
 from quantwm_kernels.bridge import check_detached
-from quantwm_kernels.chunk import SealedChunk, storage_nbytes
+from quantwm_kernels.chunk import SealedChunk, storage_nbytes, stored_nbytes
 from quantwm_kernels.launch import check_served, packed_attention_pays
 from quantwm_kernels.packed_attention import attend_packed
 from quantwm_kernels.reading import ReadPlan
@@ -380,11 +380,13 @@ class LayerCache:
         if self._geometry is not None:
             batch, heads, key_channels, value_channels, _ = self._geometry
             width = 2 * batch * heads * (key_channels + value_channels)
+        own, shared = stored_nbytes(unit.chunk for unit in contents.units.values())
         return CacheReport(
             tokens=contents.stream.tokens,
             sealed_tokens=sealed,
             sealed_bf16_nbytes=sealed * width,
-            sealed_nbytes=sum(unit.chunk.nbytes for unit in contents.units.values()),
+            sealed_nbytes=own + shared,
+            shared_nbytes=shared,
             active_nbytes=storage_nbytes(tensor for piece in contents.exact for tensor in (piece.keys, piece.values)),
             host_nbytes=sum(unit.block.nbytes for unit in contents.units.values() if unit.block is not None),
             staging_nbytes=0 if self.offload is None else self.offload.nbytes,

@@ -1,7 +1,8 @@
 """A sealed unit's arrays one after the other in one block of memory, so that one copy moves them all.
 
 The arrays follow each other without gaps: those of wider elements come first, so that each begins where its elements may,
-and among them those of a whole number of a GPU's widest loads, so that nearly all can be read by such loads.
+and among them those of a whole number of a GPU's widest loads, so that nearly all can be read by such loads. Arrays that
+units share stay where they are: in every block they would be there as often as there are units.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Array(NamedTuple):
 
 
 def layout(chunk: SealedChunk) -> tuple[Array, ...]:
-    """Where each array goes, in the order of the block.
+    """Where each array that is the unit's own goes, in the order of the block.
 
     >>> from quantwm_core.method import scheme
     >>> from quantwm_kernels.methods import seal_chunk
@@ -35,7 +36,7 @@ def layout(chunk: SealedChunk) -> tuple[Array, ...]:
     >>> [(kind, name, place) for kind, name, _, place in layout(unit)]
     [('keys', 'exact', 0), ('values', 'exact', 16)]
     """
-    arrays = [(kind, name, tensor) for kind in KINDS for name, tensor in getattr(chunk, kind).arrays.items()]
+    arrays = [(kind, name, tensor) for kind in KINDS for name, tensor in getattr(chunk, kind).own.items()]
     arrays.sort(key=lambda each: (-each[2].element_size(), each[2].nbytes % VECTOR_NBYTES != 0))
     placed, place = [], 0
     for kind, name, tensor in arrays:
@@ -45,12 +46,12 @@ def layout(chunk: SealedChunk) -> tuple[Array, ...]:
 
 
 def packed_nbytes(chunk: SealedChunk) -> int:
-    """Bytes of the block, which are those of the arrays."""
+    """Bytes of the block, which are those of the arrays in it."""
     return sum(array.tensor.nbytes for array in layout(chunk))
 
 
 def in_block(chunk: SealedChunk, block: Tensor) -> SealedChunk:
-    """The unit with its arrays in ``block``, uint8 ``[packed_nbytes(chunk)]`` of any device; nothing is copied."""
+    """The unit with its own arrays in ``block``, uint8 ``[packed_nbytes(chunk)]`` of any device; nothing is copied."""
     arrays: dict[Kind, dict[str, Tensor]] = {kind: dict(getattr(chunk, kind).arrays) for kind in KINDS}
     for kind, name, tensor, place in layout(chunk):
         arrays[kind][name] = block[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

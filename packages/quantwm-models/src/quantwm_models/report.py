@@ -14,7 +14,8 @@ class CacheReport:
         tokens: Live tokens; the sum over layers where several are totalled.
         sealed_tokens: Those that are stored sealed.
         sealed_bf16_nbytes: Bytes that the live sealed tokens would take as BF16.
-        sealed_nbytes: Bytes of the sealed units that hold a live token.
+        sealed_nbytes: Bytes of the sealed units that hold a live token, arrays that units share counted once.
+        shared_nbytes: Those of arrays that units share, such as a basis; the rest grows with the tokens.
         host_nbytes: Those of them that lie in host memory, because the units are offloaded.
         staging_nbytes: Bytes of the device memory that offloaded units pass through, counted once where layers share it.
         active_nbytes: Bytes of BF16 chunks: the active one, and completed ones that are not due yet.
@@ -31,6 +32,7 @@ class CacheReport:
     sealed_tokens: int = 0
     sealed_bf16_nbytes: int = 0
     sealed_nbytes: int = 0
+    shared_nbytes: int = 0
     host_nbytes: int = 0
     staging_nbytes: int = 0
     active_nbytes: int = 0

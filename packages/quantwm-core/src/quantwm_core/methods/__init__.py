@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from quantwm_core.method import Method
 
 ENTRY_POINTS = "quantwm.methods"
+ADDED = {"added": True}
+"""Metadata of a field that files of the first release do not state; its default does what they did."""
 
 
 def names() -> tuple[str, ...]:
     """Public names of all methods, alphabetically; the project's own win over registered ones of the same name.
 
     >>> names()
-    ('bf16', 'kivi', 'quantwm', 'qvg', 'rtn')
+    ('bf16', 'kivi', 'klt', 'kvtc', 'oscar', 'quantwm', 'qvg', 'rtn')
     """
     own = [module.name for module in pkgutil.iter_modules(__path__)]
     return tuple(sorted({*own, *entry_points(group=ENTRY_POINTS).names}))
@@ -80,6 +82,22 @@ def get(name: str, **parameters: Any) -> Method:
         if not _fits(value, hints[parameter]):
             raise ParameterError(f"{name} {parameter} {value!r}: need {_words(hints[parameter])}")
     return cast("Method", implementation(name)(**parameters))
+
+
+def settings(method: Any) -> dict[str, Any]:
+    """Parameters that a sealed tensor states: all but those :data:`ADDED` that have their default.
+
+    So what the first release could write is written as it wrote it.
+
+    >>> settings(get("qvg", stages=2))["stages"], "rounding" in settings(get("quantwm"))
+    (2, False)
+    """
+    values = {each.name: (getattr(method, each.name), each) for each in fields(method)}
+    return {
+        name: value
+        for name, (value, each) in values.items()
+        if not (each.metadata.get("added") and value == each.default)
+    }
 
 
 def _fits(value: object, hint: Any) -> bool:

@@ -3,6 +3,10 @@
 Keys: centroids fitted and chosen under the metric of past queries (QSAC), the residual in affine INT2, the remaining
 error along the top query directions in low-rank INT8 (PSAC). Values: plain k-means and affine INT2.
 
+Beyond the paper (ours), at no byte more: scales may be searched (``scale_candidates``), codes chosen with error feedback
+(``rounding``), coefficients stored in INT4 so that there can be twice as many (``coefficient_bits``), and centroids in small
+integers (``centroid_bits``). Preset ``sharp`` is their best combination; the defaults are the paper's.
+
 What each part is worth can be measured by switching it off: ``rank=0`` leaves QSAC alone; ``metric="uniform",
 candidates=1`` leaves PSAC alone; both together are ``qvg`` with its affine quantizer.
 """
@@ -10,18 +14,20 @@ candidates=1`` leaves PSAC alone; both together are ``qvg`` with its affine quan
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import BFloat16, Float32
 
-from quantwm_core import affine, clustered, codebook, cost, psac, qsac, statistics
+from quantwm_core import affine, clustered, codebook, cost, integer_table, psac, qsac, rounding, statistics
 from quantwm_core.chunk import Kind, SealedTensor
 from quantwm_core.domain import BF16
 from quantwm_core.errors import ParameterError
+from quantwm_core.methods import ADDED, settings
 from quantwm_core.statistics import QueryMoment
 
 METRICS = ("diagonal", "full", "uniform")
+ROUNDINGS = ("nearest", "feedback")
 WARM_ITERATIONS = 2
 PSAC_PARTS = ("basis", "coefficient_scales", "coefficients", "layout", "bitmap", "sparse_values", "sparse_counts")
 
@@ -39,6 +45,10 @@ class QuantWM:
         iterations: Rounds of k-means.
         threshold: PSAC coefficients whose effect on a logit is below this many standard deviations are dropped.
         warm_start: Begin k-means from the codebook of the unit before, with two rounds.
+        scale_candidates: Shares of a group's range that compete for its scale, 1 (all of it) to 4.
+        rounding: How keys are rounded: ``"nearest"``, or ``"feedback"`` for the smallest logit error that PSAC leaves.
+        coefficient_bits: Of a PSAC coefficient, 8 or 4.
+        centroid_bits: Of an entry of the codebook, 16 (BF16), 8 or 4.
     """
 
     centroids: int | None = None
@@ -49,14 +59,23 @@ class QuantWM:
     iterations: int = 10
     threshold: float = 0.0
     warm_start: bool = False
+    scale_candidates: int = field(default=1, metadata=ADDED)
+    rounding: str = field(default="nearest", metadata=ADDED)
+    coefficient_bits: int = field(default=8, metadata=ADDED)
+    centroid_bits: int = field(default=16, metadata=ADDED)
     name = "quantwm"
     recent_tokens = 0
 
     def __post_init__(self) -> None:
         if self.metric not in METRICS:
             raise ParameterError(f"quantwm metric {self.metric!r}: known: {', '.join(METRICS)}")
+        if self.rounding not in ROUNDINGS:
+            raise ParameterError(f"quantwm rounding {self.rounding!r}: known: {', '.join(ROUNDINGS)}")
         codebook.check_size(self.centroids)
         affine.check_group_multiple(self.group_size)
+        affine.check_scale_candidates(self.scale_candidates)
+        psac.check_bits(self.coefficient_bits, self.threshold)
+        integer_table.check_bits(self.centroid_bits)
         if self.candidates < 1 or self.rank < 0 or self.iterations < 0 or not 0 <= self.threshold < math.inf:
             raise ParameterError(
                 f"quantwm candidates {self.candidates}, rank {self.rank}, iterations {self.iterations}, "
@@ -64,12 +83,13 @@ class QuantWM:
             )
 
     def uses_queries(self, kind: Kind) -> bool:
-        """For keys, unless both QSAC and PSAC are switched off."""
-        return kind == "keys" and (self.rank > 0 or self.metric != "uniform")
+        """For keys, unless QSAC and PSAC are switched off and nothing is fed back."""
+        return kind == "keys" and (self.rank > 0 or self.metric != "uniform" or self.rounding == "feedback")
 
     def array_names(self, kind: Kind) -> tuple[str, ...]:
         """Clustered parts, and PSAC's for keys."""
-        return (*clustered.PARTS, *PSAC_PARTS) if kind == "keys" and self.rank else clustered.PARTS
+        scales = () if self.centroid_bits == integer_table.EXACT_BITS else (clustered.TABLE_SCALES,)
+        return (*clustered.PARTS, *scales, *(PSAC_PARTS if kind == "keys" and self.rank else ()))
 
     def seal(
         self,
@@ -96,18 +116,20 @@ class QuantWM:
         if kind == "keys" and self.rank > channels:
             raise ParameterError(f"quantwm rank {self.rank}: need at most {channels}, the head dimension")
         initial = self._initial(values, previous)
-        size = self.centroids or codebook.default_size(values.shape[2])
-        iterations = self.iterations if initial is None else WARM_ITERATIONS
         if kind == "values":
-            centroids = codebook.fit(wide, size, None, iterations, initial)
+            centroids, stored = self._codebook(wide, None, initial)
             index = codebook.nearest(wide, centroids)[..., 0].astype(np.uint8)
-            return self._sealed(values, clustered.encode(wide, centroids, index, group))
+            return self._sealed(values, clustered.encode(wide, centroids, index, group, self.scale_candidates) | stored)
         sensitivity, metric = self._metric(values, moment)
-        centroids = codebook.fit(wide, size, metric, iterations, initial)
+        centroids, stored = self._codebook(wide, metric, initial)
         index = qsac.choose(values, centroids, group, sensitivity, metric, self.candidates)
-        arrays = clustered.encode(wide, centroids, index, group)
-        if self.rank and moment is not None:
-            arrays |= self._compensation(wide, arrays, moment)
+        basis, energies = self._basis(moment)
+        fed_back = None
+        if moment is not None and self.rounding == "feedback":
+            fed_back = rounding.feedback(moment.mean, basis)
+        arrays = clustered.encode(wide, centroids, index, group, self.scale_candidates, fed_back) | stored
+        if basis is not None and energies is not None:
+            arrays |= self._compensation(wide, arrays, basis, energies)
         return self._sealed(values, arrays)
 
     def decode(
@@ -125,7 +147,9 @@ class QuantWM:
         """The storage table; PSAC coefficients count as dense."""
         batch, heads, tokens, channels = shape
         rank = 0 if first else self.rank
-        keys, values = cost.quantwm_nbytes(tokens, channels, self.group_size, self.centroids, rank)
+        keys, values = cost.quantwm_nbytes(
+            tokens, channels, self.group_size, self.centroids, rank, self.coefficient_bits, self.centroid_bits
+        )
         return batch * heads * (keys if kind == "keys" else values)
 
     def _metric(
@@ -137,27 +161,47 @@ class QuantWM:
         weights = statistics.sensitivity(moment.mean)
         return weights, weights if self.metric == "diagonal" else statistics.normalised(moment.mean)
 
+    def _size(self, tokens: int) -> int:
+        """Centroids that are asked for."""
+        return self.centroids or codebook.default_size(tokens, self.centroid_bits)
+
     def _initial(self, values: np.ndarray, previous: SealedTensor | None) -> np.ndarray | None:
         """Codebook of the unit before, if it may be used and fits."""
         if not self.warm_start or previous is None or "centroids" not in previous.arrays:
             return None
-        size = min(values.shape[2], self.centroids or codebook.default_size(values.shape[2]))
-        table = previous.arrays["centroids"]
+        table = clustered.table(previous.arrays)
+        size = min(values.shape[2], self._size(values.shape[2]))
         return table if table.shape == (*values.shape[:2], size, values.shape[3]) else None
 
+    def _codebook(
+        self, wide: np.ndarray, metric: codebook.Metric, initial: np.ndarray | None
+    ) -> tuple[BFloat16[np.ndarray, "batch heads centroids channels"], dict[str, np.ndarray]]:
+        """Centroids as they will be decoded, and the arrays that stand for them."""
+        iterations = self.iterations if initial is None else WARM_ITERATIONS
+        centroids = codebook.fit(wide, self._size(wide.shape[2]), metric, iterations, initial)
+        if self.centroid_bits == integer_table.EXACT_BITS:
+            return centroids, {}
+        codes, scales = integer_table.encode(centroids, self.centroid_bits)
+        return integer_table.decode(codes, scales), {"centroids": codes, clustered.TABLE_SCALES: scales}
+
+    def _basis(self, moment: QueryMoment | None) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """PSAC's basis and energies, where it is on."""
+        if moment is None or not self.rank:
+            return None, None
+        return statistics.principal_basis(moment.mean, self.rank)
+
     def _compensation(
-        self, keys: np.ndarray, arrays: dict[str, np.ndarray], moment: QueryMoment
+        self, keys: np.ndarray, arrays: dict[str, np.ndarray], basis: np.ndarray, energies: np.ndarray
     ) -> dict[str, np.ndarray]:
         """PSAC of the error that the clustered code leaves."""
-        basis, energies = statistics.principal_basis(moment.mean, self.rank)
         error = keys - clustered.decode(arrays, 0, keys.shape[2])
-        code = psac.encode(error, basis, energies, self.threshold)
+        code = psac.encode(error, basis, energies, self.threshold, self.coefficient_bits)
         parts = (basis, code.scales, code.dense, code.layout, code.bitmap, code.values, code.counts)
         return {name: part for name, part in zip(PSAC_PARTS, parts, strict=True) if part.size or name == "coefficients"}
 
     def _sealed(self, values: np.ndarray, arrays: dict[str, np.ndarray]) -> SealedTensor:
         batch, heads, tokens, channels = values.shape
-        return SealedTensor(self.name, asdict(self), (batch, heads, tokens, channels), arrays)
+        return SealedTensor(self.name, settings(self), (batch, heads, tokens, channels), arrays)
 
 
 def _psac_code(sealed: SealedTensor) -> psac.PsacCode:
@@ -165,13 +209,10 @@ def _psac_code(sealed: SealedTensor) -> psac.PsacCode:
     arrays = sealed.arrays
     tokens = sealed.shape[2]
     scales, dense = arrays["coefficient_scales"], arrays["coefficients"]
-    values = arrays.get("sparse_values", np.zeros(0, np.int8))  # absent where every coefficient is zero
     if "layout" in arrays:
+        values = arrays.get("sparse_values", np.zeros(0, np.int8))  # absent where every coefficient is zero
         return psac.PsacCode(scales, dense, arrays["layout"], arrays["bitmap"], values, arrays["sparse_counts"])
-    rank = scales.shape[-1]
-    bitmap = np.zeros((0, -(-tokens * rank // 8)), np.uint8)
-    counts = np.zeros((0, -(-tokens // psac.TOKENS_PER_COUNT)), np.int32)
-    return psac.PsacCode(scales, dense, np.zeros(0, np.uint8), bitmap, values, counts)
+    return psac.PsacCode(scales, dense, *psac.no_sparse_parts(tokens, scales.shape[-1]))
 
 
 METHOD = QuantWM

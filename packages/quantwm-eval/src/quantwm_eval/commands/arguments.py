@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from quantwm_core.errors import QuantWMError
+import torch
+
+from quantwm_core.errors import ParameterError, QuantWMError
 from quantwm_eval import metrics
 from quantwm_eval.experiment import MethodChoice
 
@@ -69,3 +71,21 @@ def metric_list(text: str) -> tuple[str, ...]:
     except QuantWMError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return found
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that is not there.
+
+    Raises:
+        ParameterError: It is no CPU and no CUDA GPU, or PyTorch does not see it.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ParameterError(f"--device {name}: need cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ParameterError(f"--device {name}: need cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ParameterError(
+            f"--device {name}: PyTorch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +11,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from quantwm_core.errors import ParameterError, StateError
-from quantwm_eval import compare, metrics, provenance
+from quantwm_eval import compare, metrics, pool, provenance
 from quantwm_eval.commands.answer import BAD_OPTIONS, Answer, Tell
-from quantwm_eval.commands.arguments import metric_list
+from quantwm_eval.commands.arguments import metric_list, positive
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,6 +32,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     one.add_argument("video", type=Path, metavar="VIDEO", help="what is judged")
     one.add_argument("reference", type=Path, metavar="REFERENCE", help="what it should look like")
     one.add_argument("--metrics", type=metric_list, metavar="A,B,...", help="only these (default: all)")
+    one.add_argument(
+        "--jobs", type=positive, default=os.cpu_count() or 1, metavar="N", help="processes (default: %(default)s)"
+    )
     one.add_argument("--out", type=Path, metavar="FILE.json", help="write figures and curves over frames as JSON")
     one.add_argument("--overwrite", action="store_true", help="replace FILE.json if it exists")
     one.set_defaults(run=run)
@@ -47,7 +51,8 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         pairs = compare.match(options.video, options.reference)
     except (ParameterError, StateError) as error:
         return Answer("", f"quantwm compare: {error}", BAD_OPTIONS)
-    scores = [compare.score(pair, wanted) for pair in tqdm(pairs, unit="video", disable=None, leave=False)]
+    found = pool.scores(pairs, wanted, options.jobs)
+    scores = list(tqdm(found, total=len(pairs), unit="video", disable=None, leave=False))
     if options.out is not None:
         options.out.write_text(compare.to_json(scores, provenance.collect(given)), encoding="utf-8")
     return Answer(compare.table(scores, wanted))
@@ -66,9 +71,9 @@ def _wanted(chosen: tuple[str, ...] | None, tell: Tell) -> list[str]:
                 f"metric {name!r} needs more than pictures ({', '.join(metric.needs)}); known: {', '.join(compare.names())}"
             )
         if not metric.installed:
-            raise ParameterError(f"metric {name!r} needs the module {metric.module}, which is not installed")
+            raise ParameterError(f"metric {name!r} needs {metric.lacks}, which is not there")
     names = chosen or compare.names()
     lacking = [name for name in names if not metrics.get(name).installed]
-    if lacking:
-        tell(f"left out: {', '.join(f'{name} (needs the module {metrics.get(name).module})' for name in lacking)}")
+    if told := [name for name in lacking if metrics.get(name).variable is None]:  # what a variable names is the user's
+        tell(f"left out: {', '.join(f'{name} (needs {metrics.get(name).lacks})' for name in told)}")
     return [name for name in names if name not in lacking]

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from quantwm_core import methods
 from quantwm_core.errors import QuantWMError
-from quantwm_eval import experiment, output, provenance, report
+from quantwm_eval import output, provenance, report
 from quantwm_eval.commands.answer import BAD_OPTIONS, FAILED, Answer, Tell
 from quantwm_eval.commands.arguments import method_list, natural, positive
 from quantwm_eval.demo_host import MOST_SCENES, DemoHost
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         wanted = Experiment(
             methods=with_control(options.methods),
             scenes=tuple(range(options.scenes)),
-            kinds=experiment.KINDS if options.degrees else experiment.KINDS[:1],
+            kinds=DemoHost.kinds if options.degrees else DemoHost.kinds[:1],
             frames=options.frames,
             degrees=options.degrees or 100,
             seeds=(options.seed,),

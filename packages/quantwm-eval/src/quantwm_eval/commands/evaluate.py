@@ -4,72 +4,62 @@ from __future__ import annotations
 
 import argparse
 import sys
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from quantwm_core.errors import QuantWMError, StateError, lookup
-from quantwm_eval import experiment_file, films, paired, provenance, resume, tables
+from quantwm_core.errors import QuantWMError, StateError
+from quantwm_eval import (
+    experiment_file,
+    films,
+    hosts,
+    launch,
+    named,
+    paired,
+    provenance,
+    resume,
+    tables,
+    text_table,
+    vbench,
+)
+from quantwm_eval.commands import eval_options
 from quantwm_eval.commands.answer import BAD_OPTIONS, FAILED, Answer, Tell
-from quantwm_eval.commands.arguments import method_list, metric_list, natural, numbers, positive, words
-from quantwm_eval.demo_host import DemoHost
-from quantwm_eval.evaluate import evaluate
-from quantwm_eval.experiment import KINDS, Experiment
+from quantwm_eval.commands.arguments import check_device
+from quantwm_eval.commands.eval_options import OF_EXPERIMENT, OF_HOST
+from quantwm_eval.evaluate import append, evaluate
+from quantwm_eval.experiment import Experiment
 from quantwm_eval.host import Host
+from quantwm_eval.hosts import Setup
 from quantwm_eval.output import RESULTS
+from quantwm_eval.results import Cell, Results
 from quantwm_eval.run import count_chunks
 
-HOSTS: Mapping[str, Callable[[], Host]] = {"demo": DemoHost}
-DEFAULT_OUT = "quantwm-eval"
-OF_EXPERIMENT = (
-    "methods", "scenes", "kinds", "frames", "degrees", "seeds", "chunks_per_seal", "batch", "samples", "metrics",
-)  # fmt: skip
 SECONDS_BETWEEN_LOG_LINES = 30
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add its options."""
-    told = """\
-        Runs an experiment and appends every finished cell (one video under one method) to OUT/results.jsonl. The same
-        command again goes on where it was stopped; a results file of another experiment, version or machine is refused.
-        Options take precedence over the file. "quantwm report" renders what is there, at any time."""
-    one = commands.add_parser(
-        "eval",
-        help="an experiment from a TOML file or options, resumable",
-        description=textwrap.fill(textwrap.dedent(told), 100),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-    )
-    one.add_argument("file", type=Path, nargs="?", default=None, metavar="FILE.toml", help="settings of the experiment")
-    one.add_argument("--out", type=Path, default=Path(DEFAULT_OUT), metavar="DIR", help=f"default: {DEFAULT_OUT}")
-    one.add_argument("--methods", type=method_list, metavar="A,B,...", help="bf16, the control, is always among them")
-    one.add_argument("--scenes", type=numbers, metavar="0-7,9", help="numbers of scenes")
-    one.add_argument("--kinds", type=words, metavar="A,B", help=f"of {', '.join(KINDS)}")
-    one.add_argument("--frames", type=positive, metavar="N", help="frames of a walk")
-    one.add_argument("--degrees", type=positive, metavar="D", help="angle of the look-away test")
-    one.add_argument("--seeds", type=numbers, metavar="0-2", help="noise")
-    one.add_argument("--chunks-per-seal", type=positive, metavar="N", help="chunks per sealed unit")
-    one.add_argument("--batch", type=positive, metavar="N", help="scenes generated, and at worst lost, together")
-    one.add_argument("--samples", type=positive, metavar="N", help="queries scored per head, layer and call")
-    one.add_argument("--metrics", type=metric_list, metavar="A,B,...", help="default: all")
-    one.add_argument("--videos", type=natural, default=0, metavar="N", help="keep the videos of the first N scenes")
-    one.add_argument("--threads", type=positive, metavar="N", help="of torch (default: its choice)")
-    one.set_defaults(run=run)
+    eval_options.add(commands).set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer:
     """Do it."""
+    if options.list:
+        listed = [(name, named.get(name).about) for name in named.names()]
+        return Answer(text_table.grid([("experiment", "what it asks"), *listed], left=2))
     if "threads" in options:
         torch.set_num_threads(options.threads)
-    source = provenance.collect(given)
     path: Path = options.out / RESULTS
     try:
-        wanted = _experiment(options)
-        host = HOSTS[lookup("model", wanted.model, HOSTS)]()
+        judge = vbench.find(options.vbench) if "vbench" in options else None
+        vbench.check_dimensions(options.vbench_dimensions)
+        check_device(options.device)
+        source = provenance.collect(given, options.device)
+        setup = Setup(options.device, **{part: getattr(options, part) for part in OF_HOST if part in options})
+        wanted, host = _prepared(options, setup)
         count_chunks(wanted, host)
         if options.out.exists() and not options.out.is_dir():
             raise StateError(f"--out {options.out}: is a file; name a folder")
@@ -77,30 +67,95 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         begun = resume.begin(path, wanted, source)
     except QuantWMError as error:
         return Answer("", f"quantwm eval: {error}", BAD_OPTIONS)
-    total = count_chunks(wanted, host, begun.cells)
     tell(f"{path}: {len(begun.cells)} of {len(begun.cells) + begun.missing} cells are there")
-    kept = films.Films(options.out / films.VIDEOS, wanted, options.videos, host.frame_rate) if options.videos else None
-    with _bar(total) as bar:
+    count = len(wanted.scenes) if judge is not None else options.videos
+    kept = films.Films(options.out / films.VIDEOS, wanted, count, host.frame_rate) if count else None
+    if options.jobs > 1 or options.launcher != "local":
+        found = _apart(options, begun, path, launch.tasks(wanted, begun.cells, setup, kept))
+    else:
+        found = _here(wanted, host, begun, path, kept)
+    text = f"{tables.text(found, paired.opponent(found, None))}\n\n{path}"
+    if not found.valid:
+        return Answer(text, "quantwm eval: INVALID, a BF16 control differed from its reference", FAILED)
+    if judge is None:
+        return Answer(text)
+    try:
+        return Answer(f"{_judged(judge, options, wanted, tell)}\n\n{text}")
+    except QuantWMError as error:  # what was measured stands
+        return Answer(text, f"quantwm eval: {error}", FAILED)
+
+
+def _here(wanted: Experiment, host: Host, begun: Results, path: Path, kept: films.Films | None) -> Results:
+    """Run in this process."""
+    with _bar(count_chunks(wanted, host, begun.cells), "chunk") as bar:
 
         def progress(title: str) -> None:
             bar.set_postfix_str(title, refresh=False)
             bar.update()
 
-        found = evaluate(wanted, host, begun, path, progress, kept)
-    text = f"{tables.text(found, paired.opponent(found, None))}\n\n{path}"
-    if found.valid:
-        return Answer(text)
-    return Answer(text, "quantwm eval: INVALID, a BF16 control differed from its reference", FAILED)
+        return evaluate(wanted, host, begun, path, progress, kept)
 
 
-def _experiment(options: argparse.Namespace) -> Experiment:
-    """The file's settings with those of the options over them."""
-    chosen: dict[str, Any] = {} if options.file is None else experiment_file.read(options.file)
-    chosen |= {name: getattr(options, name) for name in OF_EXPERIMENT if name in options}
-    return experiment_file.build(chosen)
+def _apart(options: argparse.Namespace, begun: Results, path: Path, tasks: Sequence[launch.Task]) -> Results:
+    """Run in other processes; this one writes."""
+    with _bar(len(tasks), "batch") as bar:
+
+        def cells() -> Iterator[Cell]:
+            for done in launch.get(options.launcher)(tasks, options.jobs):
+                yield from done
+                bar.update()
+
+        return append(begun, path, cells())
 
 
-def _bar(total: int) -> Any:
+def _prepared(options: argparse.Namespace, setup: Setup) -> tuple[Experiment, Host]:
+    """The experiment, and the host that it is about.
+
+    Raises:
+        QuantWMError: A setting is wrong, or the host cannot be loaded; settings are looked at first.
+    """
+    chosen: dict[str, Any] = {}
+    fixed: Set[str] = set()
+    if options.experiment is not None:
+        path = Path(options.experiment)
+        if path.suffix == ".toml":
+            chosen = experiment_file.read(path)
+            fixed = chosen.keys()
+        else:
+            chosen = named.get(options.experiment).settings
+    typed = {name: getattr(options, name) for name in OF_EXPERIMENT if name in options}
+    chosen = chosen | typed
+    model = experiment_file.build(chosen).model
+    host = hosts.get(model)(setup)
+    return experiment_file.build(_fitted(chosen, host, fixed | typed.keys())), host
+
+
+def _fitted(chosen: Mapping[str, Any], host: Host, fixed: Set[str]) -> dict[str, Any]:
+    """Settings that are the demo world's replaced by another host's, where the user did not make them."""
+    own = {} if host.name == "demo" else {"kinds": host.kinds, "frames": host.frames, "batch": 1}
+    return {**chosen, **{name: value for name, value in own.items() if name not in fixed}}
+
+
+def _judged(command: Path, options: argparse.Namespace, wanted: Experiment, tell: Tell) -> str:
+    """VBench's scores of the kept videos, written beside the results, as tables.
+
+    Raises:
+        StateError: A video was not kept, or VBench fails.
+        FormatError: VBench answers in another form than is known.
+    """
+    videos = films.paths(options.out / films.VIDEOS, wanted)
+    lost = [path for path in videos.values() if not path.is_file()]
+    if lost:
+        raise StateError(
+            f"{lost[0]}: was not kept when its cell was measured; run again into another --out with --vbench"
+        )
+    scores = vbench.score(command, videos, options.vbench_dimensions, lambda dimension: tell(f"VBench: {dimension}"))
+    vbench.save(options.out / vbench.FILE, scores)
+    labels = [method.label for method in wanted.methods]
+    return "\n\n".join(tables.grid(scores.table(labels, kind)) for kind in wanted.kinds)
+
+
+def _bar(total: int, unit: str) -> Any:
     """A bar with the time left: redrawn on a terminal, a line now and then in a log."""
     pause = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LOG_LINES
-    return tqdm(total=total, unit="chunk", smoothing=0.05, dynamic_ncols=True, mininterval=pause)
+    return tqdm(total=total, unit=unit, smoothing=0.05, dynamic_ncols=True, mininterval=pause)

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quantwm_core.errors import QuantWMError, StateError
-from quantwm_eval import films, markdown, merge, paired, report, tables
+from quantwm_eval import films, markdown, merge, paired, report, results, tables, vbench
 from quantwm_eval.commands.answer import BAD_OPTIONS, FAILED, Answer, Tell
 from quantwm_eval.gallery import Gallery
 from quantwm_eval.output import RESULTS
 from quantwm_eval.results import Results
+from quantwm_eval.summary import Table
 
-FORMATS = ("html", "table", "markdown", "csv")
+FORMATS = ("html", "table", "markdown", "csv", "jsonl")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,7 +27,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     one.add_argument(
         "results", type=Path, nargs="+", metavar="RESULTS", help="results.jsonl, or the folder that holds it"
     )
-    one.add_argument("--format", choices=FORMATS, default="html", help="html is written, the others are printed")
+    one.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="html",
+        help="html is written, the others are printed; jsonl: one results file of all",
+    )
     one.add_argument("--against", metavar="METHOD", help="show differences from it, over the same scenes")
     one.add_argument("--all", action="store_true", help="table: every quantity, not the main ones only")
     one.add_argument("--videos", type=Path, metavar="DIR", help="html: kept videos (default: videos/ beside RESULTS)")
@@ -40,15 +46,19 @@ def run(options: argparse.Namespace, _given: Sequence[str], tell: Tell) -> Answe
     paths = [path / RESULTS if path.is_dir() else path for path in options.results]
     try:
         found = merge.load(paths)
+        scores = vbench.load(paths[0].with_name(vbench.FILE))
+        judged = [] if scores is None else [scores.table(_labels(found), kind) for kind in found.experiment.kinds]
         against = paired.opponent(found, options.against)
         if options.format == "html":
-            text = _page(options, found, paths[0].parent)
+            text = _page(options, found, paths[0].parent, judged)
         elif options.format == "table":
-            text = tables.text(found, against, options.all)
+            text = "\n\n".join([tables.text(found, against, options.all), *map(tables.grid, judged)])
+        elif options.format == "jsonl":
+            text = results.text(found).rstrip("\n")
         elif options.format == "csv":
             text = tables.comma_separated(found, against).rstrip("\n")
         else:
-            text = markdown.render(found, report.headline(found)).rstrip("\n")
+            text = markdown.render(found, report.headline(found), judged).rstrip("\n")
     except QuantWMError as error:
         return Answer("", f"quantwm report: {error}", BAD_OPTIONS)
     if found.missing:
@@ -58,7 +68,11 @@ def run(options: argparse.Namespace, _given: Sequence[str], tell: Tell) -> Answe
     return Answer(text, "quantwm report: INVALID, a BF16 control differed from its reference", FAILED)
 
 
-def _page(options: argparse.Namespace, found: Results, beside: Path) -> str:
+def _labels(found: Results) -> list[str]:
+    return [method.label for method in found.experiment.methods]
+
+
+def _page(options: argparse.Namespace, found: Results, beside: Path, judged: Sequence[Table]) -> str:
     """Write the page and its Markdown.
 
     Raises:
@@ -73,5 +87,5 @@ def _page(options: argparse.Namespace, found: Results, beside: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     reels = list(films.reels(options.videos or beside / films.VIDEOS, found.experiment))
     rate = reels[0].rate if reels else 1
-    written = report.write_page(folder, found, Gallery(rate), reels)
+    written = report.write_page(folder, found, Gallery(rate), reels, judged)
     return "\n".join((report.headline(found), *map(str, written)))

@@ -30,10 +30,11 @@ def visible(
     """
     sources = _sources(backward)
     back = _remap(forward, sources)
-    gap = np.square(backward + back).sum(-1)
-    allowed = 0.01 * (np.square(backward).sum(-1) + np.square(back).sum(-1)) + 0.5
+    gap = _squares(backward + back)
+    allowed = 0.01 * (_squares(backward) + _squares(back)) + 0.5
     height, width = gap.shape
-    inside = (sources >= 0).all(-1) & (sources[..., 0] <= width - 1) & (sources[..., 1] <= height - 1)
+    column, row = sources[..., 0], sources[..., 1]
+    inside = (column >= 0) & (row >= 0) & (column <= width - 1) & (row <= height - 1)
     return np.asarray(inside & (gap <= allowed))
 
 
@@ -88,7 +89,13 @@ def _pair_error(
     if not seen.any():
         return float("nan")
     moved = _remap(before.astype(np.float32), _sources(backward))
-    return float(np.square((after - moved)[seen], dtype=np.float64).mean())
+    errors = _squares(after - moved)[seen]
+    return float(errors.mean(dtype=np.float64)) / 3
+
+
+def _squares(vectors: Float32[np.ndarray, "height width parts"]) -> Float32[np.ndarray, "height width"]:
+    """Squared length of every pixel's vector."""
+    return np.asarray(np.einsum("hwp,hwp->hw", vectors, vectors))
 
 
 def _sources(flow: Float32[np.ndarray, "height width 2"]) -> Float32[np.ndarray, "height width 2"]:

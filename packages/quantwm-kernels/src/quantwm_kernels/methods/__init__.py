@@ -2,7 +2,8 @@
 
 A sealed tensor cannot cross an operator, so it travels as a flat list of tensors and a text, its *specification*:
 JSON with method, parameters, shape and the names of the arrays in order. :func:`seal` cannot know the number formats
-of every method's arrays beforehand, so its operator returns their bytes, and the specification as bytes before them.
+of every method's arrays beforehand, so its operator returns their bytes, and the specification as bytes before them. An
+operator may not return what it was given either: of an array that is the unit before's, it says so and returns nothing.
 
 On a GPU, sealing outside of a compiled graph goes around the operators, whose text would have to be waited for:
 :func:`begin_chunk` launches, and says only when asked whether the unit could be sealed.
@@ -63,10 +64,14 @@ def _seal(
     names = method.array_names(kind)
     if strangers := sealed.arrays.keys() - set(names):
         raise StateError(f"{label}: method {method.name!r} wrote arrays {sorted(strangers)} that it does not list")
-    layout = {name: (array.dtype.name, array.shape) for name, array in sealed.arrays.items()}
+    given = {} if before is None else before.arrays
+    layout = {
+        name: None if array is given.get(name) else (array.dtype.name, array.shape)
+        for name, array in sealed.arrays.items()
+    }
     text = _answer(sealed, layout)
     missing = np.zeros(0, np.uint8)
-    arrays = [sealed.arrays.get(name, missing) for name in names]
+    arrays = [sealed.arrays[name] if layout.get(name) else missing for name in names]
     return [owned(text), *(owned(np.ascontiguousarray(array).reshape(-1).view(np.uint8)) for array in arrays)]
 
 
@@ -80,10 +85,14 @@ def _seal_by_kernels(
     before = SealedTensor(**described(asked["previous"], previous)) if asked["previous"] else None
     (sealed,) = _begin([Asked(method, asked["kind"], values, asked["label"], before)], known).wait()
     names = {dtype: name for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
-    layout = {name: (names[array.dtype], tuple(array.shape)) for name, array in sealed.arrays.items()}
+    given = {} if before is None else before.arrays
+    layout = {
+        name: None if array is given.get(name) else (names[array.dtype], tuple(array.shape))
+        for name, array in sealed.arrays.items()
+    }
     # An operator's results may not share storage, not even that of absent arrays.
     arrays = [
-        sealed.arrays[name] if name in sealed.arrays else values.new_empty(0, dtype=torch.uint8)
+        sealed.arrays[name] if layout.get(name) else values.new_empty(0, dtype=torch.uint8)
         for name in method.array_names(asked["kind"])
     ]
     text = owned(_answer(sealed, layout)).to(values.device)
@@ -172,9 +181,11 @@ def seal(
     mean, queries = (None, 0) if moment is None else moment
     text, *buffers = _seal(values, mean, queries, before, json.dumps(asked))
     answer = json.loads(bytes(to_numpy(text.cpu())))
+    given = {} if previous is None else previous.arrays
     by_name = dict(zip(method.array_names(kind), buffers, strict=True))
     arrays = [
-        by_name[name].view(getattr(torch, dtype)).view(shape) for name, (dtype, shape) in answer["layout"].items()
+        by_name[name].view(getattr(torch, stored[0])).view(stored[1]) if stored else given[name]
+        for name, stored in answer["layout"].items()
     ]
     return SealedTensor(**described(answer, arrays))
 

@@ -18,20 +18,68 @@ from quantwm_core import affine as core
 from quantwm_core import packing as core_packing
 from quantwm_core.errors import DtypeError
 from quantwm_kernels.affine import AffineCode, code_shapes, decoded_shape
-from quantwm_kernels.launch import LAUNCHES, on_device
+from quantwm_kernels.launch import LAUNCHES, ceil_div, on_device
 from quantwm_kernels.triton import packing
-from quantwm_kernels.triton.arithmetic import rounded
+from quantwm_kernels.triton.arithmetic import frexp_exponent, magnitude_bits, product, rounded, scaled
+from quantwm_kernels.triton.clustered import COUNTING_SHIFT
+from quantwm_kernels.triton.domain import INTERPRETED, to_bf16
+from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Layer, Pair, of_pair, padded, rows_of
 from quantwm_kernels.triton.packing import CODE_BITS, CODES_PER_BYTE, code_in
+from quantwm_kernels.triton.rounding import refined
 from quantwm_kernels.triton.scales import step_of, stored_scale, super_scale_of
 
 LEVELS: tl.constexpr = tl.constexpr(core.LEVELS)
+# Half a unit in the last place above 1/2.
+NUDGE: tl.constexpr = tl.constexpr(2.0**-25)
+SMALL_STEP: tl.constexpr = tl.constexpr(2.0**-60)
+LIFT: tl.constexpr = tl.constexpr(2.0**64)
+FOUR: tl.constexpr = tl.constexpr(0x40800000)
+LEAST_CHANNELS = 16
+# Shares of a range that are tried differ by as much.
+EIGHTH: tl.constexpr = tl.constexpr(core.FRACTIONS[0] - core.FRACTIONS[1])
 
 
 @triton.jit
-def quotient(number, divisor):
-    """IEEE division of blocks that broadcast."""
-    return tl.div_rn(number, tl.broadcast_to(divisor, number.shape))
+def following(number, condition):
+    """The next FP32 number above where a condition holds."""
+    bits = number.to(tl.int32, bitcast=True)
+    return tl.where(condition, tl.where(bits < 0, bits - 1, bits + 1), bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def least_above(step, LEVEL: tl.constexpr, zero):
+    """Smallest FP32 residual whose code is at least ``LEVEL``, for groups of a step and a zero-point.
+
+    ``round(r / s') + z >= LEVEL`` means ``r / s' > t`` for ``t = LEVEL - z - 1/2``, but for what rounding to FP32 and ties to
+    even do: they move ``t`` by half a unit in the last place, outward where ``t`` is 1/2 or 5/2 and inward where it is 3/2.
+    ``s'`` times that number, of 25 bits, is never an FP32 number, so its successor among them is what is asked for.
+    A division per residual says the same and costs ten times as much.
+    """
+    middle = LEVEL - 0.5 - zero
+    size = tl.abs(middle)
+    moved = tl.where(size < 1.0, NUDGE, tl.where(size < 2.0, -2.0 * NUDGE, 4.0 * NUDGE))
+    moved = tl.where(middle < 0, -moved, moved)
+    if INTERPRETED:  # no fused multiply-add there
+        exact = step.to(tl.float64) * (middle.to(tl.float64) + moved.to(tl.float64))
+        near = exact.to(tl.float32)
+        return following(near, near.to(tl.float64) <= exact)
+    small = step < SMALL_STEP  # where an error of the product would be lost below the smallest number
+    wide = tl.where(small, step * LIFT, step)
+    rough = wide * middle
+    rest = tl.fma(wide, moved, tl.fma(wide, middle, -rough))
+    near = rough + rest
+    bound = following(near, near - rough <= rest)
+    lowered = bound * (1.0 / LIFT)
+    return tl.where(small, following(lowered, lowered * LIFT < bound), bound)
+
+
+@triton.jit
+def codes_of(residual, step, zero):
+    """int32 ``clamp(round(residual / step) + zero, 0, 3)`` of groups along the last of three axes."""
+    code = (residual >= least_above(step, 1, zero)[:, :, None]).to(tl.int32)
+    code += (residual >= least_above(step, 2, zero)[:, :, None]).to(tl.int32)
+    return code + (residual >= least_above(step, 3, zero)[:, :, None]).to(tl.int32)
 
 
 @triton.jit
@@ -47,6 +95,50 @@ def step_of_range(span):
 
 
 @triton.jit
+def on_grid(residual, low, span, super_scale):
+    """Stored scale, step and zero-point of grids that start at ``low`` and have steps of ``span``, and the codes on them."""
+    bits = stored_scale(span, super_scale)
+    step = step_of(bits, super_scale)
+    divisor = tl.where(step > 0, step, 1.0)
+    zero = tl.clamp(rounded(tl.div_rn(-low, divisor)), 0.0, LEVELS * 1.0)
+    return bits, step, zero, codes_of(residual, divisor, zero)
+
+
+@triton.jit
+def restored_residual(code, step, zero):
+    """FP32 ``(code - z) * s'`` of int32 codes, which a number between 4 and 8 counts without a conversion."""
+    counted = ((code << COUNTING_SHIFT) | FOUR).to(tl.float32, bitcast=True)
+    return (counted - (zero + 4.0)[:, :, None]) * step[:, :, None]
+
+
+@triton.jit
+def squared_error(residual, step, zero, code, shift):
+    """Of each group, scaled by a power of two."""
+    lost = scaled(residual - restored_residual(code, step, zero), shift)
+    return tl.sum(lost * lost, axis=2)
+
+
+@triton.jit
+def searched_grid(residual, super_scale, CANDIDATES: tl.constexpr):
+    """What :func:`on_grid` returns for the share of each group's range that loses least."""
+    low, high = group_range(residual)
+    span = step_of_range(high - low)
+    bits, step, zero, code = on_grid(residual, low, span, super_scale)
+    if CANDIDATES > 1:
+        shift = -frexp_exponent(magnitude_bits(super_scale))[:, :, None]
+        least = squared_error(residual, step, zero, code, shift)
+        for number in tl.static_range(1, CANDIDATES):
+            fraction = 1.0 - number * EIGHTH
+            other_bits, other_step, other_zero, other = on_grid(residual, low * fraction, span * fraction, super_scale)
+            lost = squared_error(residual, other_step, other_zero, other, shift)
+            better = lost < least
+            least = tl.where(better, lost, least)
+            bits, step = tl.where(better, other_bits, bits), tl.where(better, other_step, step)
+            zero, code = tl.where(better, other_zero, zero), tl.where(better[:, :, None], other, code)
+    return bits, step, zero, code
+
+
+@triton.jit
 def packed_rows(codes, ROWS: tl.constexpr, BYTES: tl.constexpr):
     """int32 codes, ``4 * BYTES`` a row, as bytes ``[ROWS, BYTES]`` in int32."""
     quads = tl.reshape(codes, (ROWS, BYTES, CODES_PER_BYTE))
@@ -57,10 +149,10 @@ def packed_rows(codes, ROWS: tl.constexpr, BYTES: tl.constexpr):
 @triton.jit
 def store_codes(codes, code, row, cell, group, CHANNELS: tl.constexpr, GROUP: tl.constexpr, GROUPS_2: tl.constexpr,
                 GROUP_2: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """Pack and store whole-numbered codes ``[TILE, GROUPS_2, GROUP_2]`` of rows ``[TILE]``."""
+    """Pack and store int32 codes ``[TILE, GROUPS_2, GROUP_2]`` of rows ``[TILE]``."""
     QUADS: tl.constexpr = GROUP_2 // CODES_PER_BYTE
     quad = tl.arange(0, QUADS)[None, None, :]
-    byte = tl.reshape(packed_rows(code.to(tl.int32), TILE * GROUPS_2, QUADS), (TILE, GROUPS_2, QUADS))
+    byte = tl.reshape(packed_rows(code, TILE * GROUPS_2, QUADS), (TILE, GROUPS_2, QUADS))
     place = row[:, None, None] * (CHANNELS // CODES_PER_BYTE) + group[None, :, None] * (GROUP // CODES_PER_BYTE) + quad
     tl.store(codes + place, byte.to(tl.uint8), mask=cell[:, :, None] & (quad < GROUP // CODES_PER_BYTE))
 
@@ -77,17 +169,20 @@ def store_zero_points(zero_points, zero, block, size, GROUPS_2: tl.constexpr, TI
 @triton.jit
 def store_coefficients(coefficients, peaks, error, projection, channel, known, row, inside, RANK: tl.constexpr,
                        RANK_2: tl.constexpr):  # fmt: skip
-    """Store ``error @ projection`` of rows and the largest magnitude along each direction; unknown channels are zero."""
+    """Store ``error @ projection`` of rows, both in two parts of BF16, and the largest magnitude along each direction."""
     direction = tl.arange(0, RANK_2)
     source = projection + channel[:, None] * RANK + direction[None, :]
     matrix = tl.load(source, mask=known[:, None] & (direction[None, :] < RANK), other=0.0)
-    share = tl.dot(error, matrix, input_precision="tf32x3")
+    near, close = to_bf16(error), to_bf16(matrix)
+    share = product(to_bf16(error - near.to(tl.float32)), close, tl.zeros((error.shape[0], RANK_2), tl.float32))
+    share = product(near, to_bf16(matrix - close.to(tl.float32)), share)
+    share = product(near, close, share)
     present = inside[:, None] & (direction[None, :] < RANK)
     tl.store(coefficients + row[:, None] * RANK + direction[None, :], share, mask=present)
     tl.store(peaks + direction, tl.max(tl.abs(share), axis=0), mask=direction < RANK)
 
 
-@triton.jit(do_not_specialize=["tokens", "per_piece"])
+@kernel(do_not_specialize=["tokens", "per_piece"])
 def range_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, largest, tokens, per_piece,
     CHANNELS: tl.constexpr, GROUP: tl.constexpr, GROUPS_2: tl.constexpr, GROUP_2: tl.constexpr, TILE: tl.constexpr,
@@ -107,13 +202,13 @@ def range_kernel(
     tl.store(largest + stream * tl.num_programs(1) + piece, tl.max(span))
 
 
-@triton.jit(do_not_specialize=["tokens", "centroids", "pieces", "zero_bytes", "projected_streams"])
+@kernel(do_not_specialize=["tokens", "centroids", "pieces", "zero_bytes", "fed_streams", "projected_streams"])
 def encode_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, first_index, second_index,
-    first_stored, second_stored, largest, projection, first_codes, second_codes, first_scales, second_scales,
+    first_stored, second_stored, largest, matrix, projection, first_codes, second_codes, first_scales, second_scales,
     first_zeros, second_zeros, first_super, second_super, coefficients, peaks, tokens, centroids, pieces, zero_bytes,
-    projected_streams,
-    CLUSTERED: tl.constexpr, RANK: tl.constexpr, RANK_2: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+    fed_streams, projected_streams,
+    CLUSTERED: tl.constexpr, CANDIDATES: tl.constexpr, FED: tl.constexpr, RANK: tl.constexpr, RANK_2: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
     GROUPS_2: tl.constexpr, GROUP_2: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Codes, scales and zero-points of a block of tokens, and the coefficients of what is lost along a basis."""
@@ -126,26 +221,25 @@ def encode_kernel(
     known = (group[:, None] < GROUPS) & (lane[None, :] < GROUP)
     inside = (token < tokens)[:, None, None] & known[None, :, :]
     place = token.to(tl.int64)[:, None, None] * token_stride + channel[None, :, :]
-    number = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
-    residual = number
+    number = tl.load(rows + place, mask=inside, other=0.0)
+    residual = number.to(tl.float32)
     if CLUSTERED:
         index = of_pair(first_index, second_index, stream, per_tensor) + own * tokens
         stored = of_pair(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
-        nearest = tl.load(index + token, mask=token < tokens, other=0).to(tl.int64) * CHANNELS
-        centroid = tl.load(stored + nearest[:, None, None] + channel[None, :, :], mask=inside, other=0.0).to(tl.float32)
-        residual = number - centroid
+        nearest = tl.load(index + token, mask=token < tokens, other=0).to(tl.int32) * CHANNELS
+        centroid = tl.load(stored + (nearest[:, None, None] + channel[None, :, :]), mask=inside, other=0.0)
+        residual -= centroid.to(tl.float32)
     piece = tl.arange(0, PIECES)
     span = tl.max(tl.load(largest + stream * pieces + piece, mask=piece < pieces, other=0.0), keep_dims=True)
     super_scale = super_scale_of(step_of_range(span))
     super_scales = of_pair(first_super, second_super, stream, per_tensor) + own + tl.arange(0, 1)
     tl.store(super_scales, super_scale, mask=(tl.arange(0, 1) + block) == 0)
-    low, high = group_range(residual)
     super_scale = tl.broadcast_to(super_scale[:, None], (TILE, GROUPS_2))
-    bits = stored_scale(step_of_range(high - low), super_scale)
-    step = step_of(bits, super_scale)
-    divisor = tl.where(step > 0, step, 1.0)
-    zero = tl.clamp(rounded(tl.div_rn(-low, divisor)), 0.0, LEVELS * 1.0)
-    code = tl.clamp(rounded(quotient(residual, divisor[:, :, None])) + zero[:, :, None], 0.0, LEVELS * 1.0)
+    bits, step, zero, code = searched_grid(residual, super_scale, CANDIDATES)
+    if FED:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
+        if stream < fed_streams:
+            own_matrix = matrix + stream * CHANNELS * CHANNELS
+            code = refined(residual, step, zero, own_matrix, channel, group, known, CHANNELS, GROUP).to(tl.int32)
     row = own * tokens + token
     cell = (token < tokens)[:, None] & (group[None, :] < GROUPS)
     scales = of_pair(first_scales, second_scales, stream, per_tensor)
@@ -157,13 +251,13 @@ def encode_kernel(
         store_zero_points(zero_points + own * zero_bytes, zero, block, zero_bytes, GROUPS_2, TILE)
     else:
         tl.store(zero_points + row[:, None] * GROUPS + group[None, :], zero.to(tl.uint8), mask=cell)
-    if RANK > 0:
-        restored = (code - zero[:, :, None]) * step[:, :, None]
-        if CLUSTERED:
-            restored = centroid + restored
-        lost = tl.reshape(number - restored, (TILE, GROUPS_2 * GROUP_2))
-        flat, exists = tl.reshape(channel, (GROUPS_2 * GROUP_2,)), tl.reshape(known, (GROUPS_2 * GROUP_2,))
+    if RANK > 0:  # noqa: SIM102 - known when compiled
         if stream < projected_streams:
+            restored = restored_residual(code, step, zero)
+            if CLUSTERED:
+                restored = centroid.to(tl.float32) + restored
+            lost = tl.reshape(number.to(tl.float32) - restored, (TILE, GROUPS_2 * GROUP_2))
+            flat, exists = tl.reshape(channel, (GROUPS_2 * GROUP_2,)), tl.reshape(known, (GROUPS_2 * GROUP_2,))
             summit = peaks + (stream * tl.num_programs(1) + block) * RANK
             store_coefficients(
                 coefficients, summit, lost, projection + stream * CHANNELS * RANK, flat, exists, row, token < tokens,
@@ -171,7 +265,7 @@ def encode_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "start", "stop", "zero_bytes"])
+@kernel(do_not_specialize=["tokens", "start", "stop", "zero_bytes"])
 def decode_kernel(
     codes, scales, zero_points, super_scales, values, tokens, start, stop, zero_bytes,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, GROUPS_2: tl.constexpr, GROUP_2: tl.constexpr, TILE: tl.constexpr,
@@ -227,14 +321,14 @@ class Projection:
     def onto(cls, matrix: Tensor, tokens: int) -> Projection:
         """Memory for the coefficients of ``tokens`` along a matrix ``[streams, D, r]``."""
         streams, _, rank = matrix.shape
-        blocks = triton.cdiv(tokens, LAUNCHES["encode_groups"].blocks["TILE"])
+        blocks = ceil_div(tokens, LAUNCHES["encode_groups"].blocks["TILE"])
         return cls(matrix, matrix.new_empty(streams, tokens, rank), matrix.new_empty(streams, blocks, rank))
 
 
 def group_sizes(channels: int, group_size: int) -> tuple[int, int]:
-    """Groups and channels of a group, filled up to powers of two."""
-    groups = core.check_group_size(channels, group_size)
-    return padded(groups, 1), padded(group_size, core_packing.CODES_PER_BYTE)
+    """Groups and channels of a group, filled up to powers of two, and to the 16 channels that a matrix product asks for."""
+    groups, wide = core.check_group_size(channels, group_size), padded(group_size, core_packing.CODES_PER_BYTE)
+    return padded(groups, max(1, LEAST_CHANNELS // wide)), wide
 
 
 def largest_ranges(layer: Layer, group_size: int) -> Tensor:
@@ -264,7 +358,13 @@ def as_e4m3(pair: Pair) -> Pair:
 
 
 def encode_layer(
-    layer: Layer, group_size: int, largest: Tensor, residual: Residual | None = None, along: Projection | None = None
+    layer: Layer,
+    group_size: int,
+    largest: Tensor,
+    residual: Residual | None = None,
+    along: Projection | None = None,
+    scale_candidates: int = 1,
+    feedback: Tensor | None = None,
 ) -> Codes:
     """Code all streams.
 
@@ -274,7 +374,10 @@ def encode_layer(
         largest: FP32 ``[S, pieces]``, of whose maximum the super-scale is made.
         residual: Codebooks that are subtracted first.
         along: What to project the error on.
+        scale_candidates: Shares of a group's range that compete for its scale.
+        feedback: FP32 ``[streams, D, D]`` of the first streams, whose codes are chosen with feedback.
     """
+    core.check_scale_candidates(scale_candidates)
     shapes = code_shapes((layer.per_tensor, layer.tokens, layer.channels), group_size)
     groups = group_sizes(layer.channels, group_size)
     aligned = groups[0] * group_size == layer.channels
@@ -286,10 +389,10 @@ def encode_layer(
     index, stored = (codes, codes) if residual is None else (residual.index, residual.stored)
     parts = (largest, largest, largest) if along is None else (along.matrix, along.coefficients, along.peaks)
     rank = 0 if along is None else along.matrix.shape[-1]
-    encode_kernel[layer.streams, triton.cdiv(layer.tokens, launch.blocks["TILE"])](
-        *layer.source, *index, *stored, largest, parts[0], *codes, *scales, *zero_points, *super_scale, *parts[1:],
-        layer.tokens, stored[0].shape[1], largest.shape[1], shapes[2][1], 0 if along is None else len(along.matrix),
-        residual is not None, rank, padded(rank), layer.channels, group_size, *groups, padded(largest.shape[1], 1),
+    encode_kernel[layer.streams, ceil_div(layer.tokens, launch.blocks["TILE"])](
+        *layer.source, *index, *stored, largest, largest if feedback is None else feedback, parts[0], *codes, *scales, *zero_points, *super_scale, *parts[1:],
+        layer.tokens, stored[0].shape[1], largest.shape[1], shapes[2][1], 0 if feedback is None else len(feedback),
+        0 if along is None else len(along.matrix), residual is not None, scale_candidates, feedback is not None, rank, padded(rank), layer.channels, group_size, *groups, padded(largest.shape[1], 1),
         **launch.options,
     )  # fmt: skip
     if not aligned:  # neighbouring tokens share bytes in no pattern that a tile could keep
@@ -297,12 +400,13 @@ def encode_layer(
     return Codes(codes, as_e4m3(scales), zero_points, super_scale)
 
 
-def encode(values: Tensor, group_size: int) -> AffineCode:
+def encode(values: Tensor, group_size: int, scale_candidates: int = 1) -> AffineCode:
     """Quantize FP32 values to 2 bits; see :func:`quantwm_kernels.affine.encode`.
 
     Args:
         values: FP32, FP16 or BF16 ``[*streams, tokens, channels]`` of any strides, finite.
         group_size: Channels that share a scale.
+        scale_candidates: Shares of a group's range that compete for its scale.
 
     Raises:
         ParameterError, ShapeError, DtypeError: An argument does not fit.
@@ -311,7 +415,8 @@ def encode(values: Tensor, group_size: int) -> AffineCode:
     shapes = code_shapes(values.shape, group_size)
     layer = Layer.of(values)
     with on_device(values, "values"):
-        code = encode_layer(layer, group_size, largest_ranges(layer, group_size))
+        largest = largest_ranges(layer, group_size)
+        code = encode_layer(layer, group_size, largest, scale_candidates=scale_candidates)
     return AffineCode(*(pair[0].view(shape) for pair, shape in zip(code, shapes, strict=True)))
 
 
@@ -331,7 +436,7 @@ def decode(code: AffineCode, start: int = 0, stop: int | None = None) -> Tensor:
     launch = LAUNCHES["decode_groups"]
     with on_device(code.codes, "codes"):
         if values.numel():
-            grid = (code.super_scale.numel(), triton.cdiv(end - start, launch.blocks["TILE"]))
+            grid = (code.super_scale.numel(), ceil_div(end - start, launch.blocks["TILE"]))
             decode_kernel[grid](
                 code.codes.contiguous(), code.scales.contiguous().view(torch.uint8), code.zero_points.contiguous(),
                 code.super_scale.contiguous(), values, tokens, start, end, code.zero_points.shape[-1], groups,

@@ -11,6 +11,7 @@ import triton.language as tl
 from quantwm_core import codebook as core
 from quantwm_kernels.triton.arithmetic import product, scaled
 from quantwm_kernels.triton.domain import to_bf16
+from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import rows_of
 
 INDEX_BITS: tl.constexpr = tl.constexpr(core.MAX_CENTROIDS - 1)
@@ -62,7 +63,7 @@ def lowest(scores, column, BLOCK_C: tl.constexpr):
     return best, found
 
 
-@triton.jit(do_not_specialize=["tokens", "centroids", "per_piece"])
+@kernel(do_not_specialize=["tokens", "centroids", "per_piece"])
 def assign_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, offset, exponent, high, bias, index,
     tokens, centroids, per_piece,
@@ -99,7 +100,15 @@ def assign_kernel(
         tl.store(place, tl.minimum(found, centroids - 1).to(tl.uint8), mask=token < tokens)
 
 
-@triton.jit(do_not_specialize=["tokens", "centroids", "per_piece"])
+@triton.jit
+def members(index, start, end, TILE: tl.constexpr):
+    """int32 centroid of every token of a tile, -1 for those from ``end``; asked for a tile ahead, it has come in time."""
+    token = start + tl.arange(0, TILE)
+    nearest = tl.load(index + token, mask=token < end, other=0).to(tl.int32)
+    return tl.where(token < end, nearest, -1)
+
+
+@kernel(do_not_specialize=["tokens", "centroids", "per_piece"])
 def sum_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, index, sums, counts, tokens, centroids,
     per_piece,
@@ -113,11 +122,12 @@ def sum_kernel(
     total = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
     count = tl.zeros((BLOCK_C, COUNT_COLUMNS), tl.float32)
     one = tl.full((TILE, COUNT_COLUMNS), 1.0, tl.float32).to(tl.bfloat16)
-    for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
+    begin, end = piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece)
+    following = members(index + stream * tokens, begin, end, TILE)
+    for start in range(begin, end, TILE):
+        nearest, following = following, members(index + stream * tokens, start + TILE, end, TILE)
         token = start + tl.arange(0, TILE)
-        inside = token < tokens
-        nearest = tl.load(index + stream * tokens + token, mask=inside, other=0).to(tl.int32)
-        nearest = tl.where(inside, nearest, -1)
+        inside = token < end
         member = (row[:, None] == nearest[None, :]).to(tl.float32).to(tl.bfloat16)
         place = token[:, None].to(tl.int64) * token_stride + channel[None, :]
         number = tl.load(rows + place, mask=inside[:, None] & (channel[None, :] < CHANNELS), other=0.0)
@@ -137,7 +147,7 @@ def sum_kernel(
     tl.store(counts + part + row, number, mask=row < centroids)
 
 
-@triton.jit(do_not_specialize=["tokens", "centroids", "per_piece", "first_ranks", "second_ranks"])
+@kernel(do_not_specialize=["tokens", "centroids", "per_piece", "first_ranks", "second_ranks"])
 def nearest_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, offset, exponent, high, low, bias,
     found, tokens, centroids, per_piece, first_ranks, second_ranks, ranks,
@@ -158,19 +168,21 @@ def nearest_kernel(
         coarse = weighted_block(coarse_rows, centroids, 0, CHANNELS, BLOCK_C, BLOCK_K)
         fine = weighted_block(fine_rows, centroids, 0, CHANNELS, BLOCK_C, BLOCK_K)
     wanted = tl.where(stream < per_tensor, first_ranks, second_ranks)
-    for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
+    begin, end = piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece)
+    following = token_block(rows, begin + tl.arange(0, TILE), end, token_stride, 0, CHANNELS, BLOCK_K)
+    for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
         scores = tl.zeros((TILE, BLOCK_C), tl.float32)
         if BLOCK_K == BLOCK_D:
-            number = token_block(rows, token, tokens, token_stride, 0, CHANNELS, BLOCK_K)
+            number, following = following, token_block(rows, token + TILE, end, token_stride, 0, CHANNELS, BLOCK_K)
             centred = into_frame(number, middle, shift, 0, CHANNELS, BLOCK_K)
             scores = exact_product(centred, coarse, fine, scores)
         else:
-            for begin in range(0, BLOCK_D, BLOCK_K):
-                number = token_block(rows, token, tokens, token_stride, begin, CHANNELS, BLOCK_K)
-                centred = into_frame(number, middle, shift, begin, CHANNELS, BLOCK_K)
-                coarse_block = weighted_block(coarse_rows, centroids, begin, CHANNELS, BLOCK_C, BLOCK_K)
-                fine_block = weighted_block(fine_rows, centroids, begin, CHANNELS, BLOCK_C, BLOCK_K)
+            for channel in range(0, BLOCK_D, BLOCK_K):
+                number = token_block(rows, token, tokens, token_stride, channel, CHANNELS, BLOCK_K)
+                centred = into_frame(number, middle, shift, channel, CHANNELS, BLOCK_K)
+                coarse_block = weighted_block(coarse_rows, centroids, channel, CHANNELS, BLOCK_C, BLOCK_K)
+                fine_block = weighted_block(fine_rows, centroids, channel, CHANNELS, BLOCK_C, BLOCK_K)
                 scores = exact_product(centred, coarse_block, fine_block, scores)
         scores += constant
         best, rank = lowest(scores, column, BLOCK_C)

@@ -16,11 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quantwm_kernels.attention_passes import WORDS_PER_ENTRY, Leading, Pass
-from quantwm_kernels.launch import LAUNCHES, on_device
+from quantwm_kernels.launch import LAUNCHES, ceil_div, next_power_of_two, on_device
 from quantwm_kernels.packed_attention import Attended, Pair, output_like
 from quantwm_kernels.recipe import Field
 from quantwm_kernels.triton.clustered import FOUR_BITS, halves_at
 from quantwm_kernels.triton.domain import MATRIX_DTYPE, to_bf16
+from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.reading import constants
 from quantwm_kernels.triton.tile import opened, reconstructed
 
@@ -69,9 +70,9 @@ def folded(queries, keys, values, exists, scale, peak, total, output):
 def folded_unit(
     table, entry, stream, asked, scale, four, peak, total, output,
     KEY_FORM: tl.constexpr, KEY_CHANNELS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_STAGES: tl.constexpr,
-    KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
+    KEY_TABLE_BITS: tl.constexpr, KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
     VALUE_FORM: tl.constexpr, VALUE_CHANNELS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_STAGES: tl.constexpr,
-    VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
+    VALUE_TABLE_BITS: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
     LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Fold the tokens of an entry of a sealed unit into the online softmax."""
@@ -82,30 +83,36 @@ def folded_unit(
         k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,
         k_compensated, k_kept, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size,
     ) = opened(
-        key_row, stream, tokens, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES
+        key_row, stream, tokens, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_TABLE_BITS, KEY_RANK, KEY_SPARSE,
+        KEY_WORDS, LANES,
     )  # fmt: skip
     (
         v_codes, v_scales, v_zeros, v_super, v_index, v_table, v_last,
         v_compensated, v_kept, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size,
     ) = opened(
-        value_row, stream, tokens, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_RANK, VALUE_SPARSE,
-        VALUE_WORDS, LANES,
+        value_row, stream, tokens, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_TABLE_BITS,
+        VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES,
     )  # fmt: skip
     for first in range(tl.load(table + entry + 2), stop, BLOCK_TOKENS):
         # A lane without a token repeats the last one, so that all it computes is finite.
         inside = tl.minimum(local, (stop - first - 1).to(tl.int32))
-        keys = reconstructed(
-            key_row, stream, tokens, k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,
-            k_compensated, k_kept, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size, four, first, inside,
-            KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED,
-            BLOCK_TOKENS,
-        )  # fmt: skip
-        values = reconstructed(
-            value_row, stream, tokens, v_codes, v_scales, v_zeros, v_super, v_index, v_table, v_last,
-            v_compensated, v_kept, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size, four, first, inside,
-            VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES,
-            ALIGNED, BLOCK_TOKENS,
-        )  # fmt: skip
+        keys = tl.zeros((BLOCK_TOKENS, KEY_WORDS * LANES), tl.bfloat16)
+        values = tl.zeros((BLOCK_TOKENS, VALUE_WORDS * LANES), tl.bfloat16)
+        # Always so. Triton looks through what is not conditional, finds the narrow type that was loaded, and arranges the
+        # matrix operands as suits that: by more rows than a tile has, with wrong products.
+        if first < stop:
+            keys = reconstructed(
+                key_row, stream, tokens, k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,
+                k_compensated, k_kept, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size, four, first, inside,
+                KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_TABLE_BITS, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED,
+                BLOCK_TOKENS,
+            )  # fmt: skip
+            values = reconstructed(
+                value_row, stream, tokens, v_codes, v_scales, v_zeros, v_super, v_index, v_table, v_last,
+                v_compensated, v_kept, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size, four, first, inside,
+                VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_TABLE_BITS, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES,
+                ALIGNED, BLOCK_TOKENS,
+            )  # fmt: skip
         peak, total, output = folded(asked, keys, values, local < stop - first, scale, peak, total, output)
     return peak, total, output
 
@@ -151,7 +158,7 @@ def query_rows(
     return addresses, (row < rows)[:, None] & (channel < CHANNELS)[None, :]
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["slot", "heads", "rows", "group_rows", "scale", "four"]
     + [f"{kind}_{axis}" for kind in ("query", "out") for axis in ("batch", "head", "token")]
 )
@@ -159,9 +166,9 @@ def attend_kernel(
     table, queries, out, log_sum, peaks, totals, slot, heads, rows, group_rows, scale, four,
     query_batch, query_head, query_token, out_batch, out_head, out_token,
     KEY_FORM: tl.constexpr, KEY_CHANNELS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_STAGES: tl.constexpr,
-    KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
+    KEY_TABLE_BITS: tl.constexpr, KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
     VALUE_FORM: tl.constexpr, VALUE_CHANNELS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_STAGES: tl.constexpr,
-    VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
+    VALUE_TABLE_BITS: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
     LANES: tl.constexpr, ALIGNED: tl.constexpr, PLAIN_ALIGNED: tl.constexpr, DIVIDED: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -181,8 +188,8 @@ def attend_kernel(
     for entry in range(tl.load(lead + SEALED_BEGIN), tl.load(lead + SEALED_END), ENTRY_WORDS):
         peak, total, output = folded_unit(
             table, entry, stream, asked, scale, four, peak, total, output, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES,
-            KEY_RANK, KEY_SPARSE, KEY_WORDS, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_RANK,
-            VALUE_SPARSE, VALUE_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            KEY_TABLE_BITS, KEY_RANK, KEY_SPARSE, KEY_WORDS, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES,
+            VALUE_TABLE_BITS, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
     for entry in range(tl.load(lead + EXACT_BEGIN), tl.load(lead + EXACT_END), ENTRY_WORDS):
         peak, total, output = folded_plain(
@@ -206,7 +213,7 @@ def attend_kernel(
         tl.store(log_sum + stream * rows + row, logarithm, mask=row < rows)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["parts", "heads", "rows", "group_rows"] + [f"out_{axis}" for axis in ("batch", "head", "token")]
 )
 def merge_kernel(
@@ -286,7 +293,7 @@ def attend(
     with on_device(queries, "queries"):
         for each in passes:
             fixed = _fixed(each, plain_aligned=not (numbers | sizes[2] | channels) % 8, divided=parts > 1)
-            blocks = triton.cdiv(rows, each.launch.blocks["BLOCK_QUERIES"])
+            blocks = ceil_div(rows, each.launch.blocks["BLOCK_QUERIES"])
             attend_kernel[blocks, batch * heads, each.parts](
                 each.table, queries, target, log_sum, peaks, totals, slot, heads, rows, count, scale * LOG2_E, FOUR_BITS,
                 *strides, *written, **fixed,
@@ -294,9 +301,9 @@ def attend(
             slot += each.parts
         if parts > 1:
             launch = LAUNCHES["merge_attention"]
-            merge_kernel[triton.cdiv(rows, launch.blocks["BLOCK_QUERIES"]), batch * heads](
+            merge_kernel[ceil_div(rows, launch.blocks["BLOCK_QUERIES"]), batch * heads](
                 target, peaks, totals, output, log_sum, parts, heads, rows, count, *written, channels,
-                triton.next_power_of_2(channels), **launch.options,
+                next_power_of_two(channels), **launch.options,
             )  # fmt: skip
     return Attended(output, log_sum)
 

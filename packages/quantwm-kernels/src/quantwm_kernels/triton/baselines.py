@@ -1,18 +1,24 @@
-"""Groups along the tokens of a channel, and groups with a real-valued minimum: baselines, in plain torch operations.
+"""Groups along the tokens of a channel, groups with a real-valued minimum, rotations: baselines, in torch operations.
 
-Formulas in :mod:`quantwm_core.methods.rtn` and :mod:`quantwm_core.minmax`. Torch rounds as NumPy does, and
+Formulas in :mod:`quantwm_core.methods.rtn`, :mod:`quantwm_core.minmax` and :mod:`quantwm_core.methods.oscar`. Torch rounds as NumPy does, and
 divides so by a tensor; by a number it multiplies by the reciprocal on a GPU, which differs in the last bit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from quantwm_core.affine import LEVELS
+from quantwm_core.allocation import BLOCK
+from quantwm_core.errors import ShapeError
+from quantwm_core.methods.oscar import SHARES, hadamard
 from quantwm_kernels.affine import AffineCode
 from quantwm_kernels.triton import packing, scales
+from quantwm_kernels.triton.transform_sealing import Arrays, Rows, Stored, fit, kept_rows, projector, store
 
 
 def encode_channels(values: Tensor, size: int) -> AffineCode:
@@ -52,3 +58,75 @@ def encode_minmax(rows: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     divisor = torch.where(step > 0, step.float(), torch.inf)[..., None]
     codes = ((filled - low.float()[..., None]) / divisor).round().clamp(0, LEVELS)
     return codes.flatten(-2)[..., :length].to(torch.uint8), step, low
+
+
+def encode_rotated(
+    values: Tensor, moment: Tensor | None, kept: Mapping[str, Tensor] | None, size: int, *, own: bool
+) -> Arrays:
+    """Arrays of a rotated tensor, of which a host waits for the rotation.
+
+    Args:
+        values: BF16 ``[B, H, N, D]``, finite.
+        moment: FP32 ``[B, H, D, D]`` of past queries, or None.
+        kept: Arrays of a sealed tensor whose rotation fits.
+        size: Rotated channels of a group.
+        own: Whether the rotation is fitted to the values themselves.
+
+    Raises:
+        ShapeError: The head dimension is no multiple of eight.
+    """
+    batch, heads, tokens, channels = values.shape
+    if channels % BLOCK:
+        raise ShapeError(f"head dimension {channels}: oscar needs a multiple of {BLOCK}")
+    flat = values.flatten(0, 1)
+    exponents = torch.frexp(flat.float().abs().amax((1, 2))).exponent[:, None, None]
+    scaled = torch.ldexp(flat.double(), -exponents)
+    moments, known = _moments(scaled.mT @ scaled / tokens if own else moment, len(flat), values)
+    fitted, stored = _rotation(kept, moments, known, (batch, heads))
+    rotated = scaled @ projector(stored.rows, torch.eye(channels, dtype=torch.float64, device=values.device)).mT
+    tried = [encode_minmax(_clipped(rotated, size, share), size) for share in SHARES]
+    costs = []
+    for codes, step, low in tried:
+        wide = [part.float().repeat_interleave(size, -1)[..., :channels] for part in (step, low)]
+        error = ((wide[1] + codes * wide[0]).double() - rotated) @ stored.rows.rows
+        costs.append(((error @ moments) * error).sum((1, 2)))
+    best = torch.stack(costs).argmin(0)
+    streams = torch.arange(len(flat), device=values.device)
+    codes, step, low = (torch.stack(part)[best, streams] for part in zip(*tried, strict=True))
+    loud = [torch.ldexp(part.float(), exponents).bfloat16().view(batch, heads, tokens, -1) for part in (step, low)]
+    packed = packing.pack(codes.view(batch, heads, tokens, channels))
+    return {"codes": packed, "scales": loud[0], "minima": loud[1], "shared_fitted": fitted, **stored.arrays}
+
+
+def _moments(moment: Tensor | None, streams: int, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What each rotation is fitted to, FP64 ``[S, D, D]``, and whether that is known."""
+    channels = values.shape[3]
+    identity = torch.eye(channels, dtype=torch.float64, device=values.device).expand(streams, -1, -1)
+    if moment is None:
+        return identity, torch.zeros(streams, dtype=torch.bool, device=values.device)
+    wide = moment.reshape(streams, channels, channels).double()
+    average = wide.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    known = average > 0
+    return torch.where(known, wide / torch.where(known, average, 1.0), identity), known.flatten()
+
+
+def _rotation(
+    kept: Mapping[str, Tensor] | None, moments: Tensor, known: Tensor, shape: tuple[int, int]
+) -> tuple[Tensor, Stored]:
+    """Which streams' rotations are fitted, and these: those of the unit before unless more can be fitted now."""
+    if kept is not None and not (known & (kept["shared_fitted"].flatten() == 0)).any():
+        return kept["shared_fitted"], kept_rows(kept)
+    channels = moments.shape[-1]
+    mix = torch.tensor(hadamard(channels), device=moments.device)
+    rows = mix @ fit(moments, torch.eye(channels, dtype=torch.float64, device=moments.device).expand_as(moments))
+    return known.to(torch.uint8).view(shape), store(Rows(rows, [channels] * len(rows)), shape)
+
+
+def _clipped(rotated: Tensor, size: int, share: float) -> Tensor:
+    """FP32: every group of a token cut to the middle ``share`` of its range."""
+    parts = []
+    for group in rotated.split(size, -1):
+        low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
+        cut = (high - low) * (1 - share) / 2
+        parts.append(torch.minimum(torch.maximum(group, low + cut), high - cut))
+    return torch.cat(parts, -1).float()

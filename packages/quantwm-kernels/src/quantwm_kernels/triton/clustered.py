@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quantwm_core import integer_table
 from quantwm_kernels.recipe import WORDS_PER_STAGE, Field
 from quantwm_kernels.triton.packing import CODE_BITS, CODES_PER_BYTE
 from quantwm_kernels.triton.scales import e4m3_number, step_of
@@ -20,6 +21,9 @@ ZERO_POINTS: tl.constexpr = tl.constexpr(int(Field.ZERO_POINTS))
 SUPER_SCALE: tl.constexpr = tl.constexpr(int(Field.SUPER_SCALE))
 STAGE_FIELDS: tl.constexpr = tl.constexpr(int(Field.STAGES))
 STAGE_WORDS: tl.constexpr = tl.constexpr(WORDS_PER_STAGE)
+# Word of a stage that leads to the scales of its table.
+TABLE_SCALES: tl.constexpr = tl.constexpr(3)
+EXACT_BITS: tl.constexpr = tl.constexpr(integer_table.EXACT_BITS)
 # In FP32 between 4 and 8 the two highest bits of the mantissa count ones: a code that is moved there needs no conversion.
 # The bits of 4 come as an argument: two constants in one expression would cost an instruction more for each code.
 FOUR_BITS = 0x40800000
@@ -130,12 +134,17 @@ def channel_residual(
 
 
 @triton.jit
-def stage_at(row, stream, tokens, STAGE: tl.constexpr, CHANNELS: tl.constexpr):
+def stage_at(row, stream, tokens, STAGE: tl.constexpr, CHANNELS: tl.constexpr, TABLE_BITS: tl.constexpr):
     """Pointers to a stream's index and centroids of a stage, and the last row of the latter."""
     field = row + STAGE_FIELDS + STAGE * STAGE_WORDS
     rows = tl.load(field + 2)
     index = bytes_at(tl.load(field), stream * tokens)
-    return index, halves_at(tl.load(field + 1), stream * rows * CHANNELS), (rows - 1).to(tl.int32)
+    address = tl.load(field + 1)
+    if TABLE_BITS == EXACT_BITS:
+        table = halves_at(address, stream * rows * CHANNELS)
+    else:
+        table = bytes_at(address, stream * rows * (CHANNELS * TABLE_BITS // 8))
+    return index, table, (rows - 1).to(tl.int32)
 
 
 @triton.jit
@@ -162,3 +171,25 @@ def centroid(
         loaded = tl.load(table + (chosen[:, None] * CHANNELS + channel[None, :]), mask=inside)
         number = tl.reshape(wide(loaded), (TOKENS, WORDS, LANES))
     return number
+
+
+@triton.jit
+def integer_centroid(
+    row, stream, table, chosen, exists, FIRST: tl.constexpr, TABLE_BITS: tl.constexpr,
+    CHANNELS: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """The same of a table of small integers, which has a scale per channel; the product is exact."""
+    channel = tl.arange(0, WORDS * LANES) + FIRST
+    scales = halves_at(tl.load(row + STAGE_FIELDS + TABLE_SCALES), stream * CHANNELS)
+    scale = wide(tl.load(scales + channel, mask=channel < CHANNELS, other=0))
+    if TABLE_BITS == 8:
+        inside = exists[:, None] & (channel < CHANNELS)[None, :]
+        loaded = tl.load(table + (chosen[:, None] * CHANNELS + channel[None, :]), mask=inside)
+        code = loaded.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        pair = tl.arange(0, WORDS * LANES // 2) + FIRST // 2
+        inside = exists[:, None] & (pair < CHANNELS // 2)[None, :]
+        both = tl.load(table + (chosen[:, None] * (CHANNELS // 2) + pair[None, :]), mask=inside).to(tl.int32)
+        low, high = (both << 28) >> 28, (both << 24) >> 28
+        code = tl.reshape(tl.join(low, high), (TOKENS, WORDS * LANES)).to(tl.float32)
+    return tl.reshape(code * scale[None, :], (TOKENS, WORDS, LANES))

@@ -11,14 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from quantwm_core import codebook as core
 from quantwm_core.errors import DtypeError, ParameterError, ShapeError
+from quantwm_core.integer_table import EXACT_BITS
 from quantwm_kernels.codebook import Metric, index_shape, table_shape
-from quantwm_kernels.launch import LAUNCHES, Launch, on_device, shared_memory
+from quantwm_kernels.launch import LAUNCHES, Launch, ceil_div, on_device, shared_memory
+from quantwm_kernels.triton import integer_table
 from quantwm_kernels.triton.assignment import assign_kernel, nearest_kernel, sum_kernel
 from quantwm_kernels.triton.frame import DIAGONAL, FULL, UNIFORM, frame_kernel, magnitude_kernel, table_kernel
 from quantwm_kernels.triton.layer import Layer, Pair, padded
@@ -110,13 +111,25 @@ def begin(
     return frame
 
 
-def refine(frame: Frame, iterations: int) -> None:
-    """Rounds of k-means; ends with the stored codebook, prepared for :func:`rank`."""
-    prepare(frame, None, final=iterations == 0)
+def refine(frame: Frame, iterations: int, bits: int = EXACT_BITS) -> tuple[Tensor, Tensor] | None:
+    """Rounds of k-means; ends with the codebook as it will be decoded, prepared for :func:`rank`.
+
+    Returns:
+        Integer codes and scales of all streams where an entry has fewer than 16 ``bits``; see
+        :func:`quantwm_kernels.triton.integer_table.encode`.
+    """
+    exact = bits == EXACT_BITS
+    prepare(frame, None, final=exact and iterations == 0)
     index = frame.layer.empty(frame.layer.tokens, dtype=torch.uint8)
     for iteration in range(iterations):
         assign(frame, index)
-        prepare(frame, add_members(frame, index), final=iteration == iterations - 1)
+        prepare(frame, add_members(frame, index), final=exact and iteration == iterations - 1)
+    if exact:
+        return None
+    codes, scales = integer_table.encode(frame.table, bits)
+    frame.table.copy_(integer_table.decode(codes, scales))
+    prepare(frame, None, final=True)
+    return codes, scales
 
 
 def assign(frame: Frame, index: Tensor) -> None:
@@ -134,7 +147,7 @@ def add_members(frame: Frame, index: Tensor) -> tuple[Tensor, Tensor]:
     """Sums ``[S, pieces, C, D]`` and numbers ``[S, pieces, C]`` of the tokens of every centroid, FP32."""
     layer = frame.layer
     launch = LAUNCHES["sum_members" if layer.channels <= WIDE else "sum_members_wide"]
-    blocks = triton.cdiv(frame.centroids, launch.blocks["BLOCK_C"])
+    blocks = ceil_div(frame.centroids, launch.blocks["BLOCK_C"])
     per_piece, pieces = layer.split(launch, layer.streams * blocks)
     sums = layer.empty(pieces, frame.centroids, layer.channels, dtype=torch.float32)
     counts = layer.empty(pieces, frame.centroids, dtype=torch.float32)
@@ -270,7 +283,7 @@ def _table(frame: Frame, update: tuple[Tensor, Tensor] | None, kind: tl.constexp
     sums, counts = (frame.table, frame.bias) if update is None else update
     pieces = 0 if update is None else sums.shape[1]
     wide = padded(channels)
-    table_kernel[frame.layer.streams, triton.cdiv(frame.centroids, launch.blocks["ROWS"])](
+    table_kernel[frame.layer.streams, ceil_div(frame.centroids, launch.blocks["ROWS"])](
         frame.table, frame.offset, frame.exponent, frame.table if frame.metric is None else frame.metric, sums, counts,
         frame.high, frame.low, frame.bias, *frame.stored, frame.layer.per_tensor, frame.centroids, pieces, update is not None, final,
         kind.value, final or frame.rounds_are_centred, channels, wide, BLOCK_K=min(wide, 32), **launch.options,

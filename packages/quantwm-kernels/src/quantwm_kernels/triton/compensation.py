@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from quantwm_core import psac
-from quantwm_kernels.recipe import Field
+from quantwm_kernels.recipe import Field, Steps
 from quantwm_kernels.triton.clustered import bytes_at, halves_at, wide
 from quantwm_kernels.triton.domain import MATRIX_DTYPE
 
@@ -30,6 +30,9 @@ SPARSE_SIZE: tl.constexpr = tl.constexpr(int(Field.SPARSE_SIZE))
 TOKENS_PER_COUNT: tl.constexpr = tl.constexpr(psac.TOKENS_PER_COUNT)
 HIGH_HALF: tl.constexpr = tl.constexpr(-65536)
 FLAGS: tl.constexpr = tl.constexpr(64)
+# What the argument SPARSE says.
+EITHER: tl.constexpr = tl.constexpr(int(Steps.EITHER))
+NIBBLES: tl.constexpr = tl.constexpr(int(Steps.NIBBLES))
 # Directions of a matrix operand; more than MOST are taken in parts of as many, and no operand is kept.
 FEW: tl.constexpr = tl.constexpr(8)
 MOST: tl.constexpr = tl.constexpr(16)
@@ -94,7 +97,7 @@ def place_of(row, stream, SPARSE: tl.constexpr):
     flag = tl.zeros((), tl.int32)
     place = stream
     compensated = tl.load(row + BASIS) != 0
-    if SPARSE:
+    if SPARSE == EITHER:
         layout = tl.load(row + LAYOUT)
         if layout != 0:
             flags = bytes_at(layout, 0)
@@ -112,9 +115,10 @@ def place_of(row, stream, SPARSE: tl.constexpr):
 @triton.jit
 def steps_at(row, place, tokens, RANK: tl.constexpr, SPARSE: tl.constexpr):
     """Pointers to a stream's dense steps, or to its bitmap, counts and values, and how many values there are."""
-    dense = tl.load(row + COEFFICIENTS).to(tl.pointer_type(tl.int8)) + place * tokens * RANK
+    width: tl.constexpr = (RANK + 1) // 2 if SPARSE == NIBBLES else RANK
+    dense = bytes_at(tl.load(row + COEFFICIENTS), place * tokens * width)
     bitmap, counts, values, size = 0, 0, 0, 0
-    if SPARSE:
+    if SPARSE == EITHER:
         bitmap = bytes_at(tl.load(row + BITMAP), place * ((tokens * RANK + 7) // 8))
         counts = tl.load(row + SPARSE_COUNTS).to(tl.pointer_type(tl.int32))
         counts += place * ((tokens + TOKENS_PER_COUNT - 1) // TOKENS_PER_COUNT)
@@ -124,10 +128,17 @@ def steps_at(row, place, tokens, RANK: tl.constexpr, SPARSE: tl.constexpr):
 
 
 @triton.jit
-def dense_steps(dense, first, local, exists, direction, RANK: tl.constexpr):
-    """FP32 coefficient steps ``[tokens, directions]``."""
+def dense_steps(dense, first, local, exists, direction, RANK: tl.constexpr, SPARSE: tl.constexpr):
+    """FP32 coefficient steps ``[tokens, directions]``, INT4 or INT8."""
     inside = exists[:, None] & (direction < RANK)[None, :]
-    return tl.load(dense + first * RANK + (local[:, None] * RANK + direction[None, :]), mask=inside).to(tl.float32)
+    if SPARSE == NIBBLES:
+        width: tl.constexpr = (RANK + 1) // 2
+        byte = tl.load(dense + first * width + (local[:, None] * width + direction[None, :] // 2), mask=inside, other=0)
+        step = (byte.to(tl.int32) << (28 - direction % 2 * 4)[None, :]) >> 28
+    else:
+        byte = tl.load(dense + first * RANK + (local[:, None] * RANK + direction[None, :]), mask=inside, other=0)
+        step = byte.to(tl.int8, bitcast=True)
+    return step.to(tl.float32)
 
 
 @triton.jit
@@ -169,14 +180,14 @@ def steps_operand(
 ):  # fmt: skip
     """Matrix operand ``[tokens, 2 * PADDED]``: the steps of directions from ``begin``, twice."""
     direction = begin + tl.arange(0, 2 * PADDED) % PADDED
-    if SPARSE:
+    if SPARSE == EITHER:
         if flag != 0:
             once = sparse_steps(bitmap, counts, values, size, first, local, exists, begin, RANK, PADDED, ALL)
             steps = tl.reshape(tl.permute(tl.join(once, once), (0, 2, 1)), (BLOCK_TOKENS, 2 * PADDED))
         else:
-            steps = dense_steps(dense, first, local, exists, direction, RANK)
+            steps = dense_steps(dense, first, local, exists, direction, RANK, SPARSE)
     else:
-        steps = dense_steps(dense, first, local, exists, direction, RANK)
+        steps = dense_steps(dense, first, local, exists, direction, RANK, SPARSE)
     return steps.to(MATRIX_DTYPE)
 
 

@@ -18,6 +18,7 @@ from quantwm_kernels.triton.arithmetic import (
     scaled,
 )
 from quantwm_kernels.triton.domain import to_bf16
+from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import of_pair, rows_of
 
 UNIFORM: tl.constexpr = tl.constexpr(0)
@@ -27,7 +28,7 @@ FULL: tl.constexpr = tl.constexpr(2)
 LARGEST_LIFT: tl.constexpr = tl.constexpr(60)
 
 
-@triton.jit(do_not_specialize=["tokens", "per_piece"])
+@kernel(do_not_specialize=["tokens", "per_piece"])
 def magnitude_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, magnitudes, tokens, per_piece,
     CHANNELS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
@@ -45,7 +46,7 @@ def magnitude_kernel(
     tl.store(magnitudes + stream * tl.num_programs(1) + piece, tl.max(largest))
 
 
-@triton.jit(do_not_specialize=["tokens", "centroids", "pieces"])
+@kernel(do_not_specialize=["tokens", "centroids", "pieces"])
 def frame_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, magnitudes, table, offset, exponent,
     largest, tokens, centroids, pieces,
@@ -105,7 +106,7 @@ def weighted_fully(table, matrix, middle, shift, row, centroids, FINAL: tl.const
     return weighted
 
 
-@triton.jit(do_not_specialize=["centroids", "pieces"])
+@kernel(do_not_specialize=["centroids", "pieces"])
 def table_kernel(
     table, offset, exponent, metric, sums, counts, high, low, bias, first_stored, second_stored, per_tensor, centroids,
     pieces,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantwm_core.errors import DtypeError, ShapeError
-from quantwm_kernels.launch import Launch, processors
+from quantwm_kernels.launch import Launch, ceil_div, next_power_of_two, processors
 from quantwm_kernels.sealing import ACCEPTED
 
 
@@ -111,10 +111,10 @@ class Layer:
             streams: Programs per piece, where that is not the number of streams.
         """
         tile = launch.blocks["TILE"]
-        tiles = triton.cdiv(self.tokens, tile)
+        tiles = ceil_div(self.tokens, tile)
         programs = launch.programs * processors(self.first.device)
-        per_piece = triton.cdiv(tiles, max(1, min(tiles, programs // (streams or self.streams)))) * tile
-        return per_piece, triton.cdiv(self.tokens, per_piece)
+        per_piece = ceil_div(tiles, max(1, min(tiles, programs // (streams or self.streams)))) * tile
+        return per_piece, ceil_div(self.tokens, per_piece)
 
 
 def _four_axes(tensor: Tensor) -> Tensor:
@@ -130,4 +130,4 @@ def padded(size: int, least: int = 16) -> int:
     >>> [padded(size) for size in (1, 16, 80, 256)]
     [16, 16, 128, 256]
     """
-    return max(least, triton.next_power_of_2(size))
+    return max(least, next_power_of_two(size))

@@ -1,4 +1,4 @@
-"""2-bit codes <-> bytes on a GPU. The layout is drawn in :mod:`quantwm_core.packing`."""
+"""2-bit codes and 4-bit integers <-> bytes on a GPU. The layout is drawn in :mod:`quantwm_core.packing`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from torch import Tensor
 
 from quantwm_core import packing as core
 from quantwm_core.errors import DtypeError, ShapeError
-from quantwm_kernels.launch import LAUNCHES, on_device
+from quantwm_kernels.launch import LAUNCHES, ceil_div, on_device
 from quantwm_kernels.packing import packed_shape, unpacked_shape
+from quantwm_kernels.triton.kernel import kernel
 
 CODES_PER_BYTE: tl.constexpr = tl.constexpr(core.CODES_PER_BYTE)
 CODE_BITS: tl.constexpr = tl.constexpr(8 // core.CODES_PER_BYTE)
@@ -23,7 +24,7 @@ def code_in(word, position):
     return (word >> (position * CODE_BITS)) & CODE_MASK
 
 
-@triton.jit(do_not_specialize=["codes_per_row", "bytes_per_row", "total"])
+@kernel(do_not_specialize=["codes_per_row", "bytes_per_row", "total"])
 def pack_kernel(codes, packed, codes_per_row, bytes_per_row, total, BLOCK: tl.constexpr):
     """Each lane writes one byte; a row's last byte is filled up with zeros."""
     byte_index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -38,7 +39,7 @@ def pack_kernel(codes, packed, codes_per_row, bytes_per_row, total, BLOCK: tl.co
     tl.store(packed + byte_index, byte, mask=inside)
 
 
-@triton.jit(do_not_specialize=["codes_per_row", "bytes_per_row", "total"])
+@kernel(do_not_specialize=["codes_per_row", "bytes_per_row", "total"])
 def unpack_kernel(packed, codes, codes_per_row, bytes_per_row, total, BLOCK: tl.constexpr):
     """Each lane writes one code."""
     code_index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -99,9 +100,25 @@ def unpack(packed: Tensor, codes: int) -> Tensor:
     return unpacked
 
 
+def pack_nibbles(numbers: Tensor) -> Tensor:
+    """Pack signed 4-bit integers, int8 ``[..., n]``, along the last axis; in torch operations, as so few need it.
+
+    Returns:
+        uint8 ``[..., ceil(n / 2)]``; an odd last byte is padded with 0.
+    """
+    filled = torch.nn.functional.pad(numbers, (0, numbers.shape[-1] % core.NIBBLES_PER_BYTE)).view(torch.uint8) & 15
+    return filled[..., 0::2] | filled[..., 1::2] << 4
+
+
+def unpack_nibbles(packed: Tensor, numbers: int) -> Tensor:
+    """Inverse of :func:`pack_nibbles`: int8 ``[..., numbers]``."""
+    wide = torch.stack([packed << 4, packed], dim=-1).view(torch.int8) >> 4
+    return wide.flatten(-2)[..., :numbers]
+
+
 def _launch(kernel: triton.JITFunction, name: str, source: Tensor, target: Tensor, codes: int, size: int) -> None:
     """Launch a kernel with a lane per element of ``target``; nothing to write is no launch."""
     if target.numel():
         launch = LAUNCHES[name]
-        grid = (triton.cdiv(target.numel(), launch.blocks["BLOCK"]),)
+        grid = (ceil_div(target.numel(), launch.blocks["BLOCK"]),)
         kernel[grid](source, target, codes, size, target.numel(), **launch.options)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from quantwm_kernels.triton.arithmetic import frexp_exponent, magnitude_bits, scaled
 from quantwm_kernels.triton.domain import to_bf16
+from quantwm_kernels.triton.kernel import kernel
 
 INFINITE_BITS: tl.constexpr = tl.constexpr(0x7F800000)
 # Lengthens a column by so much of itself, so that columns that hardly differ can be told apart by division.
@@ -83,7 +84,7 @@ def rotated(small, turn, mask, WIDTH: tl.constexpr):
     return small, turn
 
 
-@triton.jit
+@kernel()
 def principal_kernel(
     mean, block, basis, energies,
     CHANNELS: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr,

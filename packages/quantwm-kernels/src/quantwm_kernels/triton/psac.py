@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from quantwm_core import psac as core
 from quantwm_core.errors import ShapeError
-from quantwm_kernels.launch import LAUNCHES, on_device
+from quantwm_kernels.launch import LAUNCHES, ceil_div, on_device
 from quantwm_kernels.psac import PsacCode, coefficient_shape, decoded_shape
 from quantwm_kernels.triton.arithmetic import rounded
+from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Layer, padded, rows_of
+from quantwm_kernels.triton.packing import pack_nibbles, unpack_nibbles
 
-COEFFICIENT_MAX: tl.constexpr = tl.constexpr(core.COEFFICIENT_MAX)
 BITS_PER_BYTE = 8
 
 
-@triton.jit
+@kernel()
 def projection_kernel(basis, matrix, CHANNELS: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr,
                       RANK_2: tl.constexpr):  # fmt: skip
     """``U (U^T U)^-1`` of a stream. Gauss-Jordan without pivoting: symmetric and positive."""
@@ -49,7 +49,7 @@ def projection_kernel(basis, matrix, CHANNELS: tl.constexpr, RANK: tl.constexpr,
     tl.store(matrix + place, tl.dot(wide, right, input_precision="ieee"), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=["tokens"])
 def project_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, matrix, coefficients, peaks, tokens,
     CHANNELS: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr, RANK_2: tl.constexpr, TILE: tl.constexpr,
@@ -71,19 +71,19 @@ def project_kernel(
     tl.store(peaks + place, peak, mask=direction < RANK)
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks", "threshold"])
+@kernel(do_not_specialize=["tokens", "blocks", "threshold"])
 def quantize_kernel(
     coefficients, peaks, energies, scales, steps, non_zero, tokens, blocks, threshold,
-    THRESHOLD: tl.constexpr, CHANNELS: tl.constexpr, RANK: tl.constexpr, RANK_2: tl.constexpr, BLOCKS: tl.constexpr,
-    TILE: tl.constexpr,
+    THRESHOLD: tl.constexpr, MOST: tl.constexpr, CHANNELS: tl.constexpr, RANK: tl.constexpr, RANK_2: tl.constexpr,
+    BLOCKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """INT8 steps of a block of tokens; the first program of a stream stores its scales."""
+    """Steps of a block of tokens, up to ``MOST`` in magnitude; the first program of a stream stores its scales."""
     stream, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     direction, part = tl.arange(0, RANK_2), tl.arange(0, BLOCKS)[:, None]
     token = block * TILE + tl.arange(0, TILE)[:, None]
     exists = (part < blocks) & (direction[None, :] < RANK)
     peak = tl.max(tl.load(peaks + (stream * blocks + part) * RANK + direction[None, :], mask=exists, other=0.0), axis=0)
-    largest = tl.div_rn(peak, tl.full(peak.shape, COEFFICIENT_MAX, tl.float32))
+    largest = tl.div_rn(peak, tl.full(peak.shape, MOST, tl.float32))
     bits = (largest.to(tl.uint32, bitcast=True) + 0xFFFF) & 0xFFFF0000
     step = bits.to(tl.float32, bitcast=True)
     known = (direction < RANK) & (block == 0)
@@ -92,7 +92,7 @@ def quantize_kernel(
     place = (stream * tokens + token) * RANK + direction[None, :]
     number = tl.load(coefficients + place, mask=inside, other=0.0)
     divisor = tl.broadcast_to(tl.where(step > 0, step, float("inf"))[None, :], number.shape)
-    limit = COEFFICIENT_MAX * 1.0
+    limit = MOST * 1.0
     count = tl.clamp(rounded(tl.div_rn(number, divisor)), -limit, limit)
     if THRESHOLD:
         energy = tl.load(energies + stream * RANK + direction, mask=direction < RANK, other=0.0)
@@ -114,7 +114,13 @@ def projection_of(basis: Tensor) -> Tensor:
 
 
 def quantize(
-    coefficients: Tensor, peaks: Tensor, energies: Tensor, channels: int, threshold: float, non_zero: Tensor
+    coefficients: Tensor,
+    peaks: Tensor,
+    energies: Tensor,
+    channels: int,
+    threshold: float,
+    non_zero: Tensor,
+    bits: int = 8,
 ) -> tuple[Tensor, Tensor]:
     """Code FP32 coefficients ``[S, N, r]``.
 
@@ -125,38 +131,49 @@ def quantize(
         channels: Head dimension.
         threshold: Coefficients whose effect on a logit is below this many standard deviations are dropped.
         non_zero: int32 ``[S]``; how many values are not zero is added to it.
+        bits: Of a coefficient, 8 or 4.
 
     Returns:
-        BF16 scales ``[S, r]`` and int8 steps ``[S, N, r]``.
+        BF16 scales ``[S, r]`` and int8 steps ``[S, N, r]``, or uint8 ``[S, N, ceil(r / 2)]`` of INT4.
     """
+    if bits == 4:
+        peaks = _clipping_point(coefficients, peaks.amax(dim=1))[:, None]
     streams, tokens, rank = coefficients.shape
     scales = torch.empty((streams, rank), dtype=torch.bfloat16, device=coefficients.device)
     steps = torch.empty(coefficients.shape, dtype=torch.int8, device=coefficients.device)
     launch = LAUNCHES["quantize_coefficients"]
     blocks = peaks.shape[1]
-    quantize_kernel[streams, triton.cdiv(tokens, launch.blocks["TILE"])](
+    quantize_kernel[streams, ceil_div(tokens, launch.blocks["TILE"])](
         coefficients, peaks, energies, scales, steps, non_zero, tokens, blocks, float(threshold), threshold > 0,
-        channels, rank, padded(rank, 1), padded(blocks, 1), **launch.options,
+        core.COEFFICIENT_MAX[bits], channels, rank, padded(rank, 1), padded(blocks, 1), **launch.options,
     )  # fmt: skip
-    return scales, steps
+    return scales, (pack_nibbles(steps) if bits == 4 else steps)
+
+
+def _clipping_point(coefficients: Tensor, largest: Tensor) -> Tensor:
+    """The largest magnitude of each direction, or three times its root mean square where that is less."""
+    divisor = torch.where(largest > 0, largest, 1.0)
+    mean = (coefficients / divisor[:, None]).double().square().mean(dim=1)
+    return torch.minimum(largest, (core.CLIPPED_RMS * mean.sqrt()).float() * divisor)
 
 
 def laid_out(steps: Tensor, scales: Tensor, non_zero: Sequence[int]) -> PsacCode:
     """Dense steps in the layout that is smaller for each stream, as :mod:`quantwm_core.psac` decides it.
 
     Args:
-        steps: int8 ``[S, N, r]``; kept as they are where no stream is sparse.
+        steps: int8 ``[S, N, r]``; kept as they are where no stream is sparse, or where they are packed INT4.
         scales: BF16 ``[*streams, r]``.
         non_zero: How many steps of each stream are not zero.
     """
-    _, tokens, rank = steps.shape
+    tokens, rank = steps.shape[1], scales.shape[-1]
     dense = core.dense_size(tokens, rank)
-    sparse = [core.sparse_size(tokens, rank, count) < dense for count in non_zero]
+    packed = steps.dtype is torch.uint8
+    sparse = [not packed and core.sparse_size(tokens, rank, count) < dense for count in non_zero]
     blocks = -(-tokens // core.TOKENS_PER_COUNT)
     if not any(sparse):
         bits, whole = steps.new_empty(0, -(-tokens * rank // BITS_PER_BYTE), dtype=torch.uint8), steps
-        nothing = steps.new_empty(0)
-        return PsacCode(scales, whole, nothing.to(torch.uint8), bits, nothing, bits.new_empty(0, blocks).int())
+        nothing = bits.new_empty(0)
+        return PsacCode(scales, whole, nothing, bits, nothing.to(torch.int8), bits.new_empty(0, blocks).int())
     layout = torch.tensor(sparse, device=steps.device)
     kept = steps[layout]
     flags = (kept != 0).flatten(1)
@@ -185,7 +202,7 @@ def project(error: Tensor, basis: Tensor) -> Tensor:
     return coefficients.view(coefficient_shape(error.shape, basis.shape[-1]))
 
 
-def encode(error: Tensor, basis: Tensor, energies: Tensor, threshold: float = 0.0) -> PsacCode:
+def encode(error: Tensor, basis: Tensor, energies: Tensor, threshold: float = 0.0, bits: int = 8) -> PsacCode:
     """Code the key error along the basis; see :func:`quantwm_kernels.psac.encode`. Waits for the device once.
 
     Args:
@@ -193,16 +210,18 @@ def encode(error: Tensor, basis: Tensor, energies: Tensor, threshold: float = 0.
         basis: BF16 ``[*streams, channels, r]``.
         energies: FP32 ``[*streams, r]``.
         threshold: Coefficients whose effect on a logit is below this many standard deviations are dropped.
+        bits: Of a coefficient, 8, or 4 without a threshold.
 
     Raises:
-        ShapeError, DtypeError: The arguments do not fit.
+        ParameterError, ShapeError, DtypeError: The arguments do not fit.
         DeviceError: No kernel runs where they live.
     """
+    core.check_bits(bits, threshold)
     with on_device(error, "error"):
         coefficients, peaks = _projected(error, basis)
         non_zero = torch.zeros(len(coefficients), dtype=torch.int32, device=error.device)
         known = energies.reshape(len(coefficients), -1).contiguous()
-        scales, steps = quantize(coefficients, peaks, known, error.shape[-1], threshold, non_zero)
+        scales, steps = quantize(coefficients, peaks, known, error.shape[-1], threshold, non_zero, bits)
         return laid_out(steps, scales.view(*basis.shape[:-2], -1), non_zero.tolist())
 
 
@@ -213,7 +232,7 @@ def decode(code: PsacCode, tokens: int, start: int = 0, stop: int | None = None)
     """
     end = tokens if stop is None else stop
     shape = decoded_shape(code.scales.shape, start, end)
-    steps = code.dense
+    steps = unpack_nibbles(code.dense, shape[-1]) if code.dense.dtype is torch.uint8 else code.dense
     if code.layout.numel():
         rank = code.scales.shape[-1]
         position = torch.arange(BITS_PER_BYTE, dtype=torch.uint8, device=code.bitmap.device)
@@ -235,7 +254,7 @@ def _projected(error: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     matrix = projection_of(basis.reshape(layer.streams, *basis.shape[-2:]))
     rank, tile = basis.shape[-1], launch.blocks["TILE"]
     coefficients = layer.empty(layer.tokens, rank, dtype=torch.float32)
-    peaks = layer.empty(triton.cdiv(layer.tokens, tile), rank, dtype=torch.float32)
+    peaks = layer.empty(ceil_div(layer.tokens, tile), rank, dtype=torch.float32)
     project_kernel[layer.streams, peaks.shape[1]](
         *layer.source, matrix, coefficients, peaks, layer.tokens, layer.channels, rank, padded(layer.channels),
         padded(rank), **launch.options,

@@ -18,6 +18,7 @@ from quantwm_kernels.qsac import choice_shape
 from quantwm_kernels.triton import affine, codebook
 from quantwm_kernels.triton.affine import group_range
 from quantwm_kernels.triton.arithmetic import scaled
+from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Pair, of_pair, rows_of
 
 
@@ -29,7 +30,7 @@ def residual_range(number, stored, row, channel, inside, CHANNELS: tl.constexpr)
     return high - low
 
 
-@triton.jit(do_not_specialize=["tokens", "per_piece", "centroids", "ranks", "first_ranks", "second_ranks"])
+@kernel(do_not_specialize=["tokens", "per_piece", "centroids", "ranks", "first_ranks", "second_ranks"])
 def choose_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, found, first_stored, second_stored,
     sensitivity, exponent, first_index, second_index, largest, tokens, per_piece, centroids, ranks, first_ranks, second_ranks,

@@ -11,20 +11,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantwm_kernels.launch import on_device
+from quantwm_kernels.launch import next_power_of_two, on_device
 from quantwm_kernels.reading import Batch
 from quantwm_kernels.recipe import VECTOR_NBYTES, Field, Recipe
 from quantwm_kernels.triton.clustered import FOUR_BITS, centroid_rows
 from quantwm_kernels.triton.compensation import WORDS_PER_PART
+from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.tile import (
     AFFINE,
+    ROTATED,
     SYMMETRIC,
+    TRANSFORM,
     clustered,
     compensation,
     opened,
     part_steps,
     simple,
 )
+from quantwm_kernels.triton.transform import MOST_KEPT, matrix_rows, transformed, transformed_part
 
 TOKENS: tl.constexpr = tl.constexpr(int(Field.TOKENS))
 STOP: tl.constexpr = tl.constexpr(int(Field.STOP))
@@ -47,45 +51,85 @@ def write(
 
 
 @triton.jit
+def read_parts(
+    row, stream, tokens, codes, scales, zeros, super_scale, step, zero, table, chosen, product, four, first, local,
+    exists, out, stride, PART: tl.constexpr, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr, TABLE_BITS: tl.constexpr, RANK: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Reconstruct and store a tile's channels from part ``PART``.
+
+    All is read before anything is stored: behind a store that might be to the same place, a read has to wait.
+    ``step`` and ``zero`` are those of the part before.
+    """
+    width: tl.constexpr = WORDS_PER_PART * LANES
+    word = tl.arange(0, WORDS_PER_PART) + PART * WORDS_PER_PART
+    inside = exists[:, None, None] & (word < CHANNELS // LANES)[None, :, None]
+    if PART == 0 or width * PART % GROUP == 0 or width * (GROUP // width) != GROUP:
+        step, zero = part_steps(
+            scales, zeros, super_scale, four, first, local, exists, word, inside, PART,
+            CHANNELS, GROUP, LANES, FORM == SYMMETRIC,
+        )  # fmt: skip
+    number = clustered(
+        row, stream, tokens, codes, step, zero, table, chosen, product, four, first, local, exists, word,
+        inside, PART, CHANNELS, STAGES, TABLE_BITS, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+    )  # fmt: skip
+    if width * (PART + 1) < CHANNELS:
+        read_parts(
+            row, stream, tokens, codes, scales, zeros, super_scale, step, zero, table, chosen, product, four, first,
+            local, exists, out, stride, PART + 1, FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, WORDS, LANES,
+            ALIGNED, BLOCK_TOKENS,
+        )  # fmt: skip
+    write(out, number, local, exists, stride, PART * width, CHANNELS, LANES, ALIGNED, width)
+
+
+@triton.jit
 def read_tokens(
     row, begin, span, stream, out, stride, four, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr,
+    STAGES: tl.constexpr, TABLE_BITS: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr,
     LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Reconstruct ``span`` tokens from ``begin`` of one unit and stream, ``BLOCK_TOKENS`` at a time."""
-    width: tl.constexpr = WORDS_PER_PART * LANES
     tokens = tl.load(row + TOKENS)
     stop = tl.minimum(begin + span, tl.load(row + STOP))
     out += tl.load(row + SHIFT) * stride
     (
         codes, scales, zeros, super_scale, index, table, last_row,
         compensated, kept, flag, dense, bitmap, counts, values, size,
-    ) = opened(row, stream, tokens, FORM, CHANNELS, GROUP, STAGES, RANK, SPARSE, WORDS, LANES)  # fmt: skip
-    local, word_of_part = tl.arange(0, BLOCK_TOKENS), tl.arange(0, WORDS_PER_PART)
+    ) = opened(row, stream, tokens, FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, SPARSE, WORDS, LANES)  # fmt: skip
+    keeps: tl.constexpr = RANK * WORDS * LANES <= MOST_KEPT
+    width: tl.constexpr = WORDS_PER_PART * LANES
+    if (FORM == TRANSFORM or FORM == ROTATED) and keeps:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
+        kept = matrix_rows(row, stream, 0, FORM, CHANNELS, RANK, WORDS * LANES, LANES)
+    local = tl.arange(0, BLOCK_TOKENS)
+    ahead = local
+    if STAGES:
+        ahead = centroid_rows(index, last_row, begin, local, local < stop - begin)
     for first in range(begin, stop, BLOCK_TOKENS):
         exists = local < stop - first
         place = out + first * stride
         if FORM == AFFINE or FORM == SYMMETRIC:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
-            chosen, product = local, local
-            if STAGES:
-                chosen = centroid_rows(index, last_row, first, local, exists)
+            chosen, product = ahead, local
+            if STAGES:  # asked for a tile ahead: centroids can be fetched at once
+                following = first + BLOCK_TOKENS
+                ahead = centroid_rows(index, last_row, following, local, local < stop - following)
             if RANK:
                 product = compensation(
                     row, stream, compensated, kept, flag, dense, bitmap, counts, values, size, first, local, exists,
                     CHANNELS, RANK, WORDS * LANES, LANES, SPARSE, BLOCK_TOKENS,
                 )  # fmt: skip
+            read_parts(
+                row, stream, tokens, codes, scales, zeros, super_scale, four, four, table, chosen, product, four, first,
+                local, exists, place, stride, 0, FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, WORDS, LANES, ALIGNED,
+                BLOCK_TOKENS,
+            )  # fmt: skip
+        elif FORM == TRANSFORM or FORM == ROTATED:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
+            total = transformed(
+                row, stream, tokens, kept, first, local, exists,
+                FORM, CHANNELS, GROUP, RANK, keeps, WORDS * LANES, LANES, BLOCK_TOKENS,
+            )  # fmt: skip
             for part in tl.static_range((CHANNELS + width - 1) // width):
-                word = word_of_part + part * WORDS_PER_PART
-                inside = exists[:, None, None] & (word < CHANNELS // LANES)[None, :, None]
-                if part == 0 or width * part % GROUP == 0 or width * (GROUP // width) != GROUP:
-                    step, zero = part_steps(
-                        scales, zeros, super_scale, four, first, local, exists, word, inside, part,
-                        CHANNELS, GROUP, LANES, FORM == SYMMETRIC,
-                    )  # fmt: skip
-                number = clustered(
-                    row, stream, tokens, codes, step, zero, table, chosen, product, four, first, local, exists, word,
-                    inside, part, CHANNELS, STAGES, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
-                )  # fmt: skip
+                number = transformed_part(row, stream, total, part, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS)
                 write(place, number, local, exists, stride, part * width, CHANNELS, LANES, ALIGNED, width)
         else:
             number = simple(
@@ -95,7 +139,7 @@ def read_tokens(
             write(place, number, local, exists, stride, 0, CHANNELS, LANES, ALIGNED, WORDS * LANES)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["key_programs", "span", "heads", "four"]
     + [f"{kind}_{axis}" for kind in ("key", "value") for axis in ("batch", "head", "token")]
 )
@@ -103,9 +147,9 @@ def read_kernel(
     table, keys, values, key_programs, span, heads, four,
     key_batch, key_head, key_token, value_batch, value_head, value_token,
     KEY_FORM: tl.constexpr, KEY_CHANNELS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_STAGES: tl.constexpr,
-    KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
+    KEY_TABLE_BITS: tl.constexpr, KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
     VALUE_FORM: tl.constexpr, VALUE_CHANNELS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_STAGES: tl.constexpr,
-    VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
+    VALUE_TABLE_BITS: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
     LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Programs along the first axis take units, those of the keys first; along the second, streams."""
@@ -119,13 +163,13 @@ def read_kernel(
         out = keys + (batch * key_batch + head * key_head)
         read_tokens(
             row, begin, span, stream, out, key_token, four, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES,
-            KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            KEY_TABLE_BITS, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
     else:
         out = values + (batch * value_batch + head * value_head)
         read_tokens(
             row, begin, span, stream, out, value_token, four, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES,
-            VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            VALUE_TABLE_BITS, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
 
 
@@ -172,6 +216,7 @@ def constants(kind: str, recipe: Recipe, lanes: int) -> dict[str, int]:
         f"{kind}_GROUP": recipe.group,
         f"{kind}_STAGES": recipe.stages,
         f"{kind}_RANK": recipe.rank,
-        f"{kind}_SPARSE": int(recipe.sparse),
-        f"{kind}_WORDS": triton.next_power_of_2(max(-(-recipe.channels // lanes), FEWEST_WORDS)),
+        f"{kind}_SPARSE": int(recipe.steps),
+        f"{kind}_TABLE_BITS": recipe.centroid_bits,
+        f"{kind}_WORDS": next_power_of_two(max(-(-recipe.channels // lanes), FEWEST_WORDS)),
     }

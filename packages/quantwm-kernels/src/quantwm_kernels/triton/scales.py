@@ -12,8 +12,9 @@ from torch import Tensor
 
 from quantwm_core import scales as core
 from quantwm_core.errors import DtypeError, ShapeError
-from quantwm_kernels.launch import LAUNCHES, on_device
+from quantwm_kernels.launch import LAUNCHES, ceil_div, on_device
 from quantwm_kernels.scales import super_scale_shape
+from quantwm_kernels.triton.kernel import kernel
 
 E4M3_MAX: tl.constexpr = tl.constexpr(core.E4M3_MAX)
 TINY: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -65,7 +66,7 @@ def step_of(byte, super_scale):
     return e4m3_number(byte) * super_scale
 
 
-@triton.jit(do_not_specialize=["per_stream", "total"])
+@kernel(do_not_specialize=["per_stream", "total"])
 def encode_kernel(steps, largest, stored, super_scale, per_stream, total, BLOCK: tl.constexpr):
     """Each lane stores one scale; the lane of a stream's first scale stores its super-scale too."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -77,7 +78,7 @@ def encode_kernel(steps, largest, stored, super_scale, per_stream, total, BLOCK:
     tl.store(super_scale + stream, scale, mask=inside & (index % per_stream == 0))
 
 
-@triton.jit(do_not_specialize=["per_stream", "total"])
+@kernel(do_not_specialize=["per_stream", "total"])
 def decode_kernel(stored, super_scale, steps, per_stream, total, BLOCK: tl.constexpr):
     """Each lane reads one scale."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -110,7 +111,7 @@ def encode(steps: Tensor) -> tuple[Tensor, Tensor]:
     launch = LAUNCHES["encode_scales"]
     with on_device(steps, "steps"):
         largest = steps.amax(dim=(-2, -1))
-        grid = (triton.cdiv(steps.numel(), launch.blocks["BLOCK"]),)
+        grid = (ceil_div(steps.numel(), launch.blocks["BLOCK"]),)
         tensors = (steps.contiguous(), largest, stored, super_scale)
         encode_kernel[grid](*tensors, per_stream, steps.numel(), **launch.options)
     return stored.view(torch.float8_e4m3fn), super_scale
@@ -137,7 +138,7 @@ def decode(stored: Tensor, super_scale: Tensor) -> Tensor:
     launch = LAUNCHES["decode_scales"]
     with on_device(stored, "scales"):
         if steps.numel():
-            grid = (triton.cdiv(steps.numel(), launch.blocks["BLOCK"]),)
+            grid = (ceil_div(steps.numel(), launch.blocks["BLOCK"]),)
             tensors = (stored.contiguous().view(torch.uint8), super_scale.contiguous(), steps)
             decode_kernel[grid](*tensors, stored.shape[-2] * stored.shape[-1], steps.numel(), **launch.options)
     return steps

@@ -7,32 +7,52 @@ for PSAC, and two more where the groups of a token are no power of two. Beside t
     4 S C D * pieces            sums of a round; pieces = programs that the device runs at once / programs of a piece
     S N (m + 1)                 m candidates of every token, and the nearest of a round
     2 S N r + 2 S r N / tile    FP32 coefficients of the keys, half of the streams, and their peaks
+
+A transform code, and a rotation, are launched when the unit is waited for (:mod:`quantwm_kernels.triton.transform_sealing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from itertools import accumulate
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from quantwm_core import affine as core_affine
+from quantwm_core import basis, methods
 from quantwm_core import codebook as core_codebook
+from quantwm_core.clustered import TABLE_SCALES
 from quantwm_core.errors import DeviceError, ParameterError
+from quantwm_core.integer_table import EXACT_BITS
 from quantwm_core.methods.bf16 import BF16Method
 from quantwm_core.methods.kivi import Kivi
+from quantwm_core.methods.klt import Klt
+from quantwm_core.methods.kvtc import Kvtc
+from quantwm_core.methods.oscar import Oscar
 from quantwm_core.methods.quantwm import WARM_ITERATIONS, QuantWM
 from quantwm_core.methods.qvg import QVG
 from quantwm_core.methods.rtn import RoundToNearest
 from quantwm_kernels.launch import on_device
 from quantwm_kernels.sealing import Asked, Draft, PendingTensors, Status
 from quantwm_kernels.statistics import QueryMoment
-from quantwm_kernels.triton import affine, baselines, codebook, packing, psac, qsac, statistics, symmetric
+from quantwm_kernels.triton import (
+    affine,
+    baselines,
+    codebook,
+    integer_table,
+    packing,
+    psac,
+    qsac,
+    rounding,
+    statistics,
+    symmetric,
+    transform_sealing,
+)
 from quantwm_kernels.triton.affine import Projection, Residual
-from quantwm_kernels.triton.layer import Layer
+from quantwm_kernels.triton.layer import Layer, Pair
 
 Arrays = dict[str, Tensor]
 
@@ -55,8 +75,8 @@ def seal(jobs: Sequence[Asked], moment: QueryMoment | None = None) -> PendingTen
             for number, (job, arrays) in enumerate(zip(group, written, strict=True), begin):
                 span = (ends[number], ends[number + 1])
                 _check_wide(job, status[Status.MAGNITUDE, slice(*span)])
-                settings = asdict(cast("Any", job.method))
-                drafts.append(Draft(job.method.name, settings, job.shape, arrays, job.label, job.values, span))
+                settings, later = methods.settings(job.method), _later(job, moment)
+                drafts.append(Draft(job.method.name, settings, job.shape, arrays, job.label, job.values, span, later))
         return PendingTensors(drafts, status)
 
 
@@ -80,11 +100,50 @@ def _group(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) ->
             return _rtn(jobs, layer)
         case Kivi():
             return [_kivi(job) for job in jobs]
+        case Klt() | Kvtc() | Oscar():
+            for number, job in enumerate(jobs):
+                if moment is not None and job.method.uses_queries(job.kind):
+                    own = status[Status.MOMENT].view(len(jobs), -1)[number]
+                    unread = torch.empty(moment.mean.shape[:-1], dtype=torch.float32, device=status.device)
+                    statistics.write_sensitivity(moment.mean.contiguous(), unread.flatten(0, 1), own)
+            return [{} for _ in jobs]
         case BF16Method():
             return [{"exact": job.exact.clone(memory_format=torch.contiguous_format)} for job in jobs]
     raise DeviceError(
         f"{jobs[0].label}: no kernel seals with method {jobs[0].method.name!r}; move the tensors with tensor.cpu()"
     )
+
+
+def _later(job: Asked, moment: QueryMoment | None) -> Callable[[], Arrays] | None:
+    """What seals a tensor whose host must decide how."""
+    mean = moment.mean if moment is not None and job.method.uses_queries(job.kind) else None
+    channels = job.shape[3]
+    kept = _kept(job)
+    match job.method:
+        case Klt(damp=damp, lifetime=lifetime, allocate=allocate):
+            return partial(transform_sealing.seal, job.exact, mean, damp, partial(allocate, channels), kept, lifetime)
+        case Kvtc(lifetime=lifetime, allocate=allocate):
+            return partial(transform_sealing.seal, job.exact, None, 0.0, partial(allocate, channels), kept, lifetime)
+        case Oscar(group_size=size):
+            return partial(baselines.encode_rotated, job.exact, mean, kept, size or channels, own=job.kind == "values")
+    return None
+
+
+def _kept(job: Asked) -> Mapping[str, Tensor] | None:
+    """Arrays of the unit before, if it is of the same method and its basis fits."""
+    previous = job.previous
+    if previous is None or previous.method != job.method.name or basis.PARTS[0] not in previous.arrays:
+        return None
+    rows, _, blocks = (previous.arrays[part] for part in basis.PARTS)
+    batch, heads, _, channels = job.shape
+    if tuple(blocks.shape) != (batch, heads) or rows.shape[1] != channels:
+        return None
+    if rows.device != job.values.device:
+        raise DeviceError(
+            f"{job.label}: the basis of the unit before is on {rows.device}, the tensor on {job.values.device}; "
+            "move one to the other"
+        )
+    return previous.arrays
 
 
 def _check_wide(job: Asked, magnitude: Tensor) -> None:
@@ -101,6 +160,8 @@ def _warm(job: Asked) -> Tensor | None:
         return None
     batch, heads, tokens, channels = job.shape
     table = previous.arrays.get("centroids")
+    if table is not None and TABLE_SCALES in previous.arrays:
+        table = integer_table.decode(table, previous.arrays[TABLE_SCALES])
     if table is None or tuple(table.shape) != (batch, heads, _rows(method, tokens), channels):
         return None
     if table.device != job.values.device:
@@ -113,7 +174,8 @@ def _warm(job: Asked) -> Tensor | None:
 
 def _rows(method: QuantWM | QVG, tokens: int) -> int:
     """Centroids of a unit."""
-    return min(tokens, method.centroids or core_codebook.default_size(tokens))
+    bits = method.centroid_bits if isinstance(method, QuantWM) else EXACT_BITS
+    return min(tokens, method.centroids or core_codebook.default_size(tokens, bits))
 
 
 def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) -> list[Arrays]:
@@ -126,27 +188,64 @@ def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) 
         raise ParameterError(f"quantwm rank {method.rank}: need at most {channels}, the head dimension")
     layer = Layer.of(*(job.exact for job in jobs))
     known = moment if keys else None
+    directions = _Directions(known.mean, method.rank) if known is not None and method.rank else None
     weights, metric = _metric(layer, method, known, status)
     warm = [table.flatten(0, 1) for table in map(_warm, jobs) if table is not None]
     rows = _rows(method, tokens)
     frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None, status[Status.MAGNITUDE])
-    codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations)
+    coded = codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations, method.centroid_bits)
     ranks = min(method.candidates, rows) if keys else 1
     index, largest = qsac.choose_layer(frame, codebook.rank(frame, ranks, 1), group, weights, ranks, 1)
-    along = None
-    if known is not None and method.rank:
-        basis, energies = statistics.principal_basis(known.mean, method.rank)
-        along = Projection.onto(psac.projection_of(basis.flatten(0, 1)), tokens)
-    codes = affine.encode_layer(layer, group, largest, Residual(index, frame.stored), along)
-    arrays = _clustered((batch, heads), codes, index, frame.stored, len(jobs))
-    if known is not None and along is not None:
+    along = None if directions is None else Projection.onto(directions.matrix(), tokens)
+    fed_back = None
+    if known is not None and method.rounding == "feedback":
+        found = (None, None) if directions is None or along is None else (directions.basis, along.matrix)
+        fed_back = rounding.feedback(known.mean, *found)
+    residual = Residual(index, frame.stored)
+    codes = affine.encode_layer(layer, group, largest, residual, along, method.scale_candidates, fed_back)
+    arrays = _clustered((batch, heads), codes, index, _tables(layer, frame.stored, coded), len(jobs))
+    if directions is not None and along is not None:
         non_zero = status[Status.NON_ZERO, : layer.per_tensor]
         scales, steps = psac.quantize(
-            along.coefficients, along.peaks, energies.flatten(0, 1), channels, method.threshold, non_zero
-        )
+            along.coefficients, along.peaks, directions.energies.flatten(0, 1), channels, method.threshold, non_zero,
+            method.coefficient_bits,
+        )  # fmt: skip
         scales = scales.view(batch, heads, method.rank)
-        arrays[0] |= {"basis": basis, "coefficient_scales": scales, "coefficients": steps}
+        arrays[0] |= {"basis": directions.basis, "coefficient_scales": scales, "coefficients": steps}
     return arrays
+
+
+class _Directions:
+    """Principal directions of a moment, found on a stream of their own while k-means runs.
+
+    Few programs take long over them, so they would leave a device idle.
+
+    Attributes:
+        basis, energies: As :func:`quantwm_kernels.triton.statistics.principal_basis` returns them.
+    """
+
+    def __init__(self, mean: Tensor, rank: int) -> None:
+        self._stream = _beside(mean.device) if mean.is_cuda else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(mean.device))
+        with torch.cuda.stream(self._stream):
+            self.basis, self.energies = statistics.principal_basis(mean, rank)
+            self._matrix = psac.projection_of(self.basis.flatten(0, 1))
+
+    def matrix(self) -> Tensor:
+        """FP32 ``[S, D, r]`` to project on; whatever is launched from here on may use basis and energies, too."""
+        if self._stream is not None:
+            caller = torch.cuda.current_stream(self.basis.device)
+            caller.wait_stream(self._stream)
+            for each in (self.basis, self.energies, self._matrix):
+                each.record_stream(caller)
+        return self._matrix
+
+
+@cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which directions are found."""
+    return torch.cuda.Stream(device)
 
 
 def _metric(layer: Layer, method: QuantWM, moment: QueryMoment | None, status: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -170,15 +269,24 @@ def _metric(layer: Layer, method: QuantWM, moment: QueryMoment | None, status: T
     return weights, full
 
 
+def _tables(layer: Layer, stored: Pair, coded: tuple[Tensor, Tensor] | None) -> dict[str, Pair]:
+    """What is kept of the codebooks of both tensors: themselves, or their integers and scales."""
+    if coded is None:
+        return {"centroids": stored}
+    own = layer.per_tensor
+    pairs = [(part[:own].clone(), part[-own:].clone()) for part in coded]  # a tensor keeps nothing of another alive
+    return dict(zip(("centroids", TABLE_SCALES), pairs, strict=True))
+
+
 def _clustered(
     streams: tuple[int, int],
     codes: affine.Codes,
-    index: tuple[Tensor, Tensor],
-    stored: tuple[Tensor, Tensor],
+    index: Pair,
+    tables: Mapping[str, Pair],
     count: int,
 ) -> list[Arrays]:
     """Arrays of each tensor, streams as batch and heads."""
-    return _by_tensor(streams, {**codes._asdict(), "index": index, "centroids": stored}, count)
+    return _by_tensor(streams, {**codes._asdict(), "index": index, **tables}, count)
 
 
 def _by_tensor(streams: tuple[int, int], named: Mapping[str, tuple[Tensor, Tensor]], count: int) -> list[Arrays]:

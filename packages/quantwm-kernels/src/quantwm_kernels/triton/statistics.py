@@ -7,21 +7,21 @@ that nothing overflows that the mean itself does not. Pieces of the tokens are a
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from quantwm_core import statistics as core
 from quantwm_core.errors import ParameterError, ShapeError
-from quantwm_kernels.launch import LAUNCHES, on_device, processors
+from quantwm_kernels.launch import LAUNCHES, ceil_div, next_power_of_two, on_device, processors
 from quantwm_kernels.statistics import QueryMoment, basis_shapes, moment_shape
 from quantwm_kernels.triton.arithmetic import magnitude_bits, product
 from quantwm_kernels.triton.domain import to_bf16
+from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import padded
 from quantwm_kernels.triton.principal import principal_kernel
 
 
-@triton.jit(do_not_specialize=["tokens", "per_piece", "share"])
+@kernel(do_not_specialize=["tokens", "per_piece", "share"])
 def moment_kernel(
     queries, parts, batch_stride, head_stride, token_stride, channel_stride, kv_heads, pooled, tokens, per_piece, share,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr,
@@ -53,7 +53,7 @@ def moment_kernel(
             tl.store(own + column[None, :] * CHANNELS + row[:, None], total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["pieces", "size"])
+@kernel(do_not_specialize=["pieces", "size"])
 def add_kernel(parts, mean, pieces, size, BLOCK: tl.constexpr):
     """Add the pieces of a stream, in order."""
     stream = tl.program_id(0).to(tl.int64)
@@ -64,7 +64,7 @@ def add_kernel(parts, mean, pieces, size, BLOCK: tl.constexpr):
     tl.store(mean + stream * size + cell, total, mask=cell < size)
 
 
-@triton.jit
+@kernel()
 def sensitivity_kernel(mean, weights, largest, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
     """Diagonal over its average; summed in FP64, because the sum of 256 squares of 2**60 passes FP32's range."""
     stream = tl.program_id(0).to(tl.int64)
@@ -99,12 +99,12 @@ def second_moment(queries: Tensor, kv_heads: int) -> QueryMoment:
     pooled = heads // kv_heads
     launch, streams = LAUNCHES["second_moment"], batch * kv_heads
     tile = launch.blocks["TILE"]
-    block = min(max(16, triton.next_power_of_2(channels)), 128)
-    blocks = triton.cdiv(channels, block)
-    tiles = triton.cdiv(pooled * tokens, tile)
+    block = min(max(16, next_power_of_two(channels)), 128)
+    blocks = ceil_div(channels, block)
+    tiles = ceil_div(pooled * tokens, tile)
     programs = launch.programs * processors(queries.device) // (streams * blocks * (blocks + 1) // 2)
-    per_piece = triton.cdiv(tiles, max(1, min(tiles, programs))) * tile
-    pieces = triton.cdiv(pooled * tokens, per_piece)
+    per_piece = ceil_div(tiles, max(1, min(tiles, programs))) * tile
+    pieces = ceil_div(pooled * tokens, per_piece)
     parts = torch.empty((streams, pieces, channels, channels), dtype=torch.float32, device=queries.device)
     with on_device(queries, "queries"):
         moment_kernel[streams, pieces, blocks * blocks](
@@ -115,7 +115,7 @@ def second_moment(queries: Tensor, kv_heads: int) -> QueryMoment:
         if pieces > 1:
             mean = parts.new_empty(streams, channels, channels)
             adder = LAUNCHES["add_moments"]
-            grid = (streams, triton.cdiv(channels * channels, adder.blocks["BLOCK"]))
+            grid = (streams, ceil_div(channels * channels, adder.blocks["BLOCK"]))
             add_kernel[grid](parts, mean, pieces, channels * channels, **adder.options)
     return QueryMoment(mean.view(moment_shape(queries.shape, kv_heads)), pooled * tokens)
 
@@ -155,7 +155,7 @@ def write_sensitivity(mean: Tensor, weights: Tensor, largest: Tensor) -> None:
         largest: int32 ``[S]``, written: bits of the largest diagonal magnitude, above infinity's where one is no number.
     """
     channels = mean.shape[-1]
-    block = triton.next_power_of_2(channels)
+    block = next_power_of_two(channels)
     sensitivity_kernel[len(weights),](mean, weights, largest, channels, block, **LAUNCHES["sensitivity"].options)
 
 

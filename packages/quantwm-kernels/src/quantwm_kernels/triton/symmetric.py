@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from quantwm_core.affine import check_group_size
 from quantwm_core.packing import packed_size
-from quantwm_kernels.launch import LAUNCHES
-from quantwm_kernels.triton.affine import Residual, as_e4m3, group_sizes, quotient, store_codes
-from quantwm_kernels.triton.arithmetic import rounded
+from quantwm_kernels.launch import LAUNCHES, ceil_div
+from quantwm_kernels.triton.affine import Residual, as_e4m3, group_sizes, least_above, store_codes
+from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Layer, Pair, of_pair, rows_of
 from quantwm_kernels.triton.scales import E4M3_MAX, e4m3_bits, e4m3_number
 
@@ -24,7 +23,7 @@ class SymmetricCode(NamedTuple):
     scales: Pair
 
 
-@triton.jit(do_not_specialize=["tokens", "centroids"])
+@kernel(do_not_specialize=["tokens", "centroids"])
 def encode_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, first_index, second_index,
     first_stored, second_stored, first_codes, second_codes, first_scales, second_scales, tokens, centroids,
@@ -50,10 +49,13 @@ def encode_kernel(
     residual = number.to(tl.float32) - tl.load(stored + place, mask=inside, other=0.0).to(tl.float32)
     bits = e4m3_bits(tl.minimum(tl.max(tl.abs(residual), axis=2), E4M3_MAX))
     step = e4m3_number(bits)
-    level = tl.clamp(rounded(quotient(residual, tl.where(step > 0, step, float("inf"))[:, :, None])), -1.0, 1.0)
+    divisor = tl.where(step > 0, step, 1.0)
+    code = (residual >= least_above(divisor, 1, 1.0)[:, :, None]).to(tl.int32)
+    code += (residual >= least_above(divisor, 2, 1.0)[:, :, None]).to(tl.int32)
+    code = tl.where((step > 0)[:, :, None], code, 1)
     row = own * tokens + token
     tl.store(scales + row[:, None] * GROUPS + group[None, :], bits.to(tl.uint8), mask=cell)
-    store_codes(codes, level + 1, row, cell, group, CHANNELS, GROUP, GROUPS_2, GROUP_2, TILE)
+    store_codes(codes, code, row, cell, group, CHANNELS, GROUP, GROUPS_2, GROUP_2, TILE)
 
 
 def encode_layer(layer: Layer, group_size: int, residual: Residual) -> SymmetricCode:
@@ -62,7 +64,7 @@ def encode_layer(layer: Layer, group_size: int, residual: Residual) -> Symmetric
     launch = LAUNCHES["encode_symmetric"]
     codes = layer.pair(layer.tokens, packed_size(layer.channels), dtype=torch.uint8)
     scales = layer.pair(layer.tokens, groups, dtype=torch.uint8)
-    encode_kernel[layer.streams, triton.cdiv(layer.tokens, launch.blocks["TILE"])](
+    encode_kernel[layer.streams, ceil_div(layer.tokens, launch.blocks["TILE"])](
         *layer.source, *residual.index, *residual.stored, *codes, *scales, layer.tokens, residual.stored[0].shape[1],
         layer.channels, group_size, *group_sizes(layer.channels, group_size), **launch.options,
     )  # fmt: skip

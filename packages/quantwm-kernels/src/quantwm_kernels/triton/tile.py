@@ -12,6 +12,8 @@ import triton.language as tl
 from quantwm_kernels.recipe import Form
 from quantwm_kernels.triton.clustered import (
     CODES,
+    EXACT_BITS,
+    bytes_at,
     centroid,
     centroid_rows,
     channel_residual,
@@ -19,6 +21,7 @@ from quantwm_kernels.triton.clustered import (
     four_plus_codes,
     group_steps,
     halves_at,
+    integer_centroid,
     scales_at,
     stage_at,
 )
@@ -32,18 +35,21 @@ from quantwm_kernels.triton.compensation import (
 )
 from quantwm_kernels.triton.domain import to_bf16
 from quantwm_kernels.triton.minmax import minima_at, minmax
+from quantwm_kernels.triton.transform import transformed, transformed_part
 
 EXACT: tl.constexpr = tl.constexpr(int(Form.EXACT))
 AFFINE: tl.constexpr = tl.constexpr(int(Form.AFFINE))
 SYMMETRIC: tl.constexpr = tl.constexpr(int(Form.SYMMETRIC))
 CHANNEL_AFFINE: tl.constexpr = tl.constexpr(int(Form.CHANNEL_AFFINE))
 CHANNEL_MINMAX: tl.constexpr = tl.constexpr(int(Form.CHANNEL_MINMAX))
+TRANSFORM: tl.constexpr = tl.constexpr(int(Form.TRANSFORM))
+ROTATED: tl.constexpr = tl.constexpr(int(Form.ROTATED))
 
 
 @triton.jit
 def opened(
     row, stream, tokens, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-    RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
+    TABLE_BITS: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """All that is the same for every tile of a stream; what a form lacks is 0, or something else's pointer.
 
@@ -53,6 +59,9 @@ def opened(
     super_scale = 1.0
     if FORM == EXACT:
         codes = halves_at(tl.load(row + CODES), stream * tokens * CHANNELS)
+        scales, zeros = codes, codes
+    elif FORM == TRANSFORM or FORM == ROTATED:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
+        codes = bytes_at(tl.load(row + CODES), 0)
         scales, zeros = codes, codes
     else:
         codes = codes_at(row, stream, tokens, CHANNELS, LANES)
@@ -64,9 +73,9 @@ def opened(
             scales, zeros = minima_at(row, stream, tokens, CHANNELS, GROUP, FORM == CHANNEL_MINMAX)
     index, table, last_row = codes, codes, 0
     if STAGES:
-        index, table, last_row = stage_at(row, stream, tokens, 0, CHANNELS)
+        index, table, last_row = stage_at(row, stream, tokens, 0, CHANNELS, TABLE_BITS)
     compensated, kept, flag, dense, bitmap, counts, values, size = 0, 0, 0, 0, 0, 0, 0, 0
-    if RANK:
+    if RANK and FORM != TRANSFORM and FORM != ROTATED:  # noqa: PLR1714 - Triton compiles no membership test
         flag, place, compensated = place_of(row, stream, SPARSE)
         dense, bitmap, counts, values, size = steps_at(row, place, tokens, RANK, SPARSE)
         kept = kept_directions(row, stream, compensated, CHANNELS, RANK, WORDS * LANES, LANES)
@@ -133,8 +142,8 @@ def compensation(
 @triton.jit
 def clustered(
     row, stream, tokens, codes, step, zero, table, chosen, product, four, first, local, exists, word, inside,
-    PART: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr, RANK: tl.constexpr, WORDS: tl.constexpr,
-    LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    PART: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr, TABLE_BITS: tl.constexpr, RANK: tl.constexpr,
+    WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """BF16 ``[tokens, 4 * LANES]`` of a part: residual, centroids and compensation, summed in the reference's order.
 
@@ -143,11 +152,15 @@ def clustered(
     width: tl.constexpr = WORDS_PER_PART * LANES
     total = (four_plus_codes(codes, four, first, local, word, inside, CHANNELS, LANES) - zero) * step
     for later in tl.static_range(STAGES - 1):
-        i, t, n = stage_at(row, stream, tokens, STAGES - 1 - later, CHANNELS)
+        i, t, n = stage_at(row, stream, tokens, STAGES - 1 - later, CHANNELS, TABLE_BITS)
         rows = centroid_rows(i, n, first, local, exists)
         total += centroid(t, rows, exists, PART * width, CHANNELS, LANES, ALIGNED, BLOCK_TOKENS, WORDS_PER_PART)
-    if STAGES:
+    if STAGES and TABLE_BITS == EXACT_BITS:
         total += centroid(table, chosen, exists, PART * width, CHANNELS, LANES, ALIGNED, BLOCK_TOKENS, WORDS_PER_PART)
+    elif STAGES:
+        total += integer_centroid(
+            row, stream, table, chosen, exists, PART * width, TABLE_BITS, CHANNELS, LANES, BLOCK_TOKENS, WORDS_PER_PART
+        )
     if RANK:
         total += part_of(product, PART, WORDS // WORDS_PER_PART, LANES, BLOCK_TOKENS)
     return tl.reshape(to_bf16(total), (BLOCK_TOKENS, width))
@@ -182,7 +195,7 @@ def beside(left, right, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
 def parts(
     row, stream, tokens, codes, scales, zeros, super_scale, table, chosen, product, four, first, local, exists,
     PART: tl.constexpr, COUNT: tl.constexpr, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, RANK: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr,
+    STAGES: tl.constexpr, TABLE_BITS: tl.constexpr, RANK: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """BF16 ``[tokens, COUNT * 4 * LANES]`` of ``COUNT`` parts, a power of two, from part ``PART``."""
@@ -190,11 +203,11 @@ def parts(
     if COUNT > 1:
         left = parts(
             row, stream, tokens, codes, scales, zeros, super_scale, table, chosen, product, four, first, local, exists,
-            PART, COUNT // 2, FORM, CHANNELS, GROUP, STAGES, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            PART, COUNT // 2, FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
         right = parts(
             row, stream, tokens, codes, scales, zeros, super_scale, table, chosen, product, four, first, local, exists,
-            PART + COUNT // 2, COUNT // 2, FORM, CHANNELS, GROUP, STAGES, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            PART + COUNT // 2, COUNT // 2, FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
         number = beside(left, right, BLOCK_TOKENS, width * (COUNT // 2))
     elif width * PART < CHANNELS:
@@ -206,7 +219,7 @@ def parts(
         )  # fmt: skip
         number = clustered(
             row, stream, tokens, codes, step, zero, table, chosen, product, four, first, local, exists, word, inside,
-            PART, CHANNELS, STAGES, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            PART, CHANNELS, STAGES, TABLE_BITS, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
     else:
         number = tl.zeros((BLOCK_TOKENS, width), tl.bfloat16)
@@ -214,11 +227,28 @@ def parts(
 
 
 @triton.jit
+def transformed_parts(
+    row, stream, total, PART: tl.constexpr, COUNT: tl.constexpr, FORM: tl.constexpr, CHANNELS: tl.constexpr,
+    WORDS: tl.constexpr, LANES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """BF16 ``[tokens, COUNT * 4 * LANES]`` of ``COUNT`` parts of a product, a power of two, from part ``PART``."""
+    if COUNT > 1:
+        left = transformed_parts(row, stream, total, PART, COUNT // 2, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS)
+        right = transformed_parts(
+            row, stream, total, PART + COUNT // 2, COUNT // 2, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS
+        )
+        number = beside(left, right, BLOCK_TOKENS, WORDS_PER_PART * LANES * (COUNT // 2))
+    else:
+        number = transformed_part(row, stream, total, PART, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS)
+    return number
+
+
+@triton.jit
 def reconstructed(
     row, stream, tokens, codes, scales, zeros, super_scale, index, table, last_row,
     compensated, kept, flag, dense, bitmap, counts, values, size, four, first, local,
-    FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, RANK: tl.constexpr,
-    SPARSE: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, TABLE_BITS: tl.constexpr,
+    RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """BF16 ``[tokens, WIDE]`` of a tile that exists as a whole, zero beyond the channels: what a read would write.
 
@@ -236,8 +266,16 @@ def reconstructed(
             )  # fmt: skip
         number = parts(
             row, stream, tokens, codes, scales, zeros, super_scale, table, chosen, product, four, first, local, exists,
-            0, WORDS // WORDS_PER_PART, FORM, CHANNELS, GROUP, STAGES, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            0, WORDS // WORDS_PER_PART, FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
+    elif FORM == TRANSFORM or FORM == ROTATED:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
+        total = transformed(
+            row, stream, tokens, 0, first, local, exists,
+            FORM, CHANNELS, GROUP, RANK, False, WORDS * LANES, LANES, BLOCK_TOKENS,
+        )  # fmt: skip
+        number = transformed_parts(
+            row, stream, total, 0, WORDS // WORDS_PER_PART, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS
+        )
     else:
         number = simple(
             codes, scales, zeros, super_scale, four, first, local, exists, tokens,

@@ -1,0 +1,54 @@
+"""Labels that are measured on each model: baselines, the paper's method, each option alone, and the preset without each.
+
+The rank follows the head dimension: D / 16 directions for the paper's method, D / 8 for ``sharp``, as at D = 128.
+"""
+
+from __future__ import annotations
+
+from quantwm_core import methods
+
+BASELINES = ("rtn", "kivi:residual_length=0", "qvg", "qvg:quantizer=affine")
+PAPER = "quantwm:rank={paper}"
+SHARP = "quantwm:preset=sharp:rank={sharp}"
+ALONE = (
+    f"{PAPER}:metric=uniform:candidates=1",
+    f"{PAPER}:scale_candidates=3",
+    f"{PAPER}:rounding=feedback",
+    f"{PAPER}:group_size=32",
+    "quantwm:rank={sharp}:coefficient_bits=4",
+    f"{PAPER}:centroid_bits=8:centroids={{few}}",
+    f"{PAPER}:centroid_bits=4:centroids={{few}}",
+    f"{PAPER}:warm_start=True",
+)
+WITHOUT = (
+    f"{SHARP}:metric=diagonal:candidates=4",
+    f"{SHARP}:scale_candidates=1",
+    f"{SHARP}:rounding=nearest",
+    f"{SHARP}:group_size=64",
+    "quantwm:preset=sharp:rank={paper}:coefficient_bits=8",
+    f"{SHARP}:centroid_bits=16:centroids={{few}}",
+    f"{SHARP}:centroid_bits=8",
+    f"{SHARP}:warm_start=True",
+)
+SMALLER = (
+    f"{SHARP}:centroids={{few}}",
+    "quantwm:preset=sharp:rank={paper}",
+    "quantwm:preset=sharp:rank={paper}:centroids={few}",
+)
+SIZES = {
+    "room": {"paper": 8, "sharp": 16, "few": 32},
+    "whisper": {"paper": 4, "sharp": 8, "few": 8},
+    "minilm": {"paper": 2, "sharp": 4, "few": 8},
+}
+"""Directions of either, and the paper's centroids for units of that model."""
+
+TRANSFORMS = ("oscar", "kvtc:bits=2", "kvtc:bits=3", *(f"klt:bits={bits}" for bits in (1.5, 2, 2.5, 3)))
+"""The transform code and its relatives, where they are installed."""
+
+
+def labels(model: str) -> tuple[str, ...]:
+    """What is measured on a model: every ablation on the demo world, the preset's three main ones elsewhere."""
+    ablations = (*ALONE, *WITHOUT) if model == "room" else WITHOUT[:3]
+    transforms = tuple(label for label in TRANSFORMS if label.partition(":")[0] in methods.names())
+    wanted = (*BASELINES, PAPER, SHARP, *SMALLER, *ablations, *transforms)
+    return tuple(dict.fromkeys(label.format(**SIZES[model]) for label in wanted))

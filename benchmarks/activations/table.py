@@ -1,0 +1,58 @@
+"""Measured lines as a table: means over inputs with 95 % bootstrap intervals, and ratios over the same inputs."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from quantwm_eval.estimate import Estimate, bootstrap
+
+Rows = list[Mapping[str, float]]
+BITS = {"key_bits": "key bits", "value_bits": "value bits", "shared_bits": "shared", "state_bits": "state"}
+# Title, factor and digits of each error.
+ERRORS = {
+    "logit_error": ("logit error", 1.0, 4),
+    "selection_shift": ("top-1 shift (%)", 100.0, 1),
+    "attention_kl": ("attention KL", 1.0, 4),
+    "output_error": ("output error", 1.0, 4),
+}
+
+
+def by_source(rows: Rows, name: str) -> dict[object, float]:
+    """Mean over layers, of each input."""
+    values: dict[object, list[float]] = defaultdict(list)
+    for row in rows:
+        values[row["source"]].append(row[name])
+    return {source: sum(each) / len(each) for source, each in values.items()}
+
+
+def text(found: Estimate, factor: float, digits: int) -> str:
+    """Mean and interval."""
+    mean, low, high = (f"{factor * value:.{digits}f}" for value in (found.mean, found.low, found.high))
+    return f"{mean} ({low}–{high})"
+
+
+def ratio(rows: Rows, reference: Rows, name: str) -> Estimate:
+    """Of the means over layers, input by input."""
+    ours, theirs = by_source(rows, name), by_source(reference, name)
+    return bootstrap([ours[source] / theirs[source] for source in ours if source in theirs])
+
+
+def markdown(path: Path) -> str:
+    """A table of one model's lines, methods as they were measured, ratios to the first setting of ``quantwm``, the paper's."""
+    methods: dict[str, Rows] = defaultdict(list)
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        methods[row["method"]].append(row)
+    paper = next(rows for method, rows in methods.items() if method.startswith("quantwm"))
+    heads = ["method", *BITS.values(), *(title for title, _, _ in ERRORS.values()), "logit error to the paper's"]
+    lines = [heads, ["---"] * len(heads)]
+    for method, rows in methods.items():
+        cells = [f"`{method}`"]
+        cells += [f"{bootstrap(list(by_source(rows, name).values())).mean:.2f}" for name in BITS]
+        for name, (_, factor, digits) in ERRORS.items():
+            cells.append(text(bootstrap(list(by_source(rows, name).values())), factor, digits))
+        lines.append([*cells, text(ratio(rows, paper, "logit_error"), 1.0, 2)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"

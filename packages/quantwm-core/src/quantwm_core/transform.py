@@ -1,0 +1,337 @@
+"""A transform code: mean, coefficients in a shared basis, as many bits a direction as its energy deserves.
+
+``k^ = mean + sum_i (code_i + shift_i) W_i`` with ``W_i = bf16(step_i * row_i)``, summed in FP32 and rounded to BF16 once.
+Of a stream, a unit stores its mean, the codes, and for each direction that gets bits its step and its place in the basis;
+the basis is shared with other units. ``klt`` and ``kvtc`` are this code; they differ in metric and allocation.
+
+Streams are coded one by one, in FP64 from a power of two, so neither scale nor company changes a bit of a code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import BFloat16, Float32, Float64, Int64, UInt8
+
+from quantwm_core import allocation, basis, blocks, directions
+from quantwm_core.allocation import BLOCK
+from quantwm_core.basis import Basis
+from quantwm_core.chunk import SealedTensor
+from quantwm_core.domain import BF16, binary_exponent
+from quantwm_core.errors import ParameterError, ShapeError
+
+PARTS = ("codes", "blocks", "order", "steps", "means", *basis.PARTS)
+TILE = 64
+"""Tokens that are reconstructed by one matrix product: the order of a sum depends on the shape of the product."""
+
+FEWEST_BITS = 0.5
+"""Bits an element below which a small head could have no code at all: 32 channels, one block of two bits."""
+
+Allocate = Callable[[Sequence[Float64[np.ndarray, " _blocks"]]], UInt8[np.ndarray, "streams 3"]]
+"""Blocks of 8, 4 and 2 bits for every stream, given the energies of their blocks in descending order."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A stream that is to be coded.
+
+    Attributes:
+        residual: FP64 ``[N, D]``, without the mean, scaled by a power of two.
+        covariance: Of the residual.
+        metric: What an error costs, scaled to a mean of about 1 a channel.
+        mean: BF16, as stored.
+        exponent: The residual is the tensor's over ``2**exponent``.
+        loudness: What an error of the tensor costs over what the metric says of the residual's.
+    """
+
+    residual: Float64[np.ndarray, "tokens channels"]
+    covariance: Float64[np.ndarray, "channels channels"]
+    metric: Float64[np.ndarray, "channels channels"]
+    mean: BFloat16[np.ndarray, " channels"]
+    exponent: int
+    loudness: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a stream is coded in a basis.
+
+    Attributes:
+        order: Rows of the basis that get bits, by descending energy.
+        counts: Blocks of 8, 4 and 2 bits.
+        rows: Those rows, FP64.
+        distortion: Expected error over the energy of the stream.
+    """
+
+    order: Int64[np.ndarray, " coded"]
+    counts: UInt8[np.ndarray, "3"]
+    rows: Float64[np.ndarray, "coded channels"]
+    distortion: float
+
+
+def seal(
+    values: BFloat16[np.ndarray, "batch heads tokens channels"],
+    metrics: Float64[np.ndarray, "batch heads channels channels"],
+    damp: float,
+    allocate: Allocate,
+    kept: Basis | None,
+    lifetime: float,
+) -> dict[str, np.ndarray]:
+    """Arrays of a sealed tensor.
+
+    Args:
+        values: BF16, finite.
+        metrics: What an error of each stream costs; zero counts as the identity.
+        damp: Share of the identity that is added to a metric of mean 1.
+        allocate: Gives bits.
+        kept: Basis of the unit before, if there is one.
+        lifetime: Units that are expected to share a new basis; 0 makes none beside ``kept``.
+
+    Raises:
+        ShapeError: The head dimension is no multiple of eight.
+    """
+    shape = (values.shape[0], values.shape[1])
+    streams = sources(values, metrics, damp)
+    shared, coded = in_basis(streams, allocate, kept, shape, lifetime * values.size)
+    return encode(streams, coded, shared, shape)
+
+
+def sources(
+    values: BFloat16[np.ndarray, "batch heads tokens channels"],
+    metrics: Float64[np.ndarray, "batch heads channels channels"],
+    damp: float,
+) -> list[Source]:
+    """Streams of a tensor; arguments as :func:`seal` takes them.
+
+    Raises:
+        ShapeError: The head dimension is no multiple of eight.
+    """
+    batch, heads, _, channels = values.shape
+    if channels % BLOCK:
+        raise ShapeError(f"head dimension {channels}: a transform code needs a multiple of {BLOCK}")
+    return [_source(values[place], metrics[place], damp) for place in np.ndindex(batch, heads)]
+
+
+def fit(streams: Sequence[Source], allocate: Allocate, shape: tuple[int, int]) -> tuple[Basis, list[Plan]]:
+    """A basis for these streams, of only those directions that get bits, and the plans in it."""
+    rows = [basis.fit(source.covariance, source.metric) for source in streams]
+    kept = [each[: len(plan.order)] for each, plan in zip(rows, plans(streams, rows, allocate), strict=True)]
+    made = basis.store(kept, shape)
+    return made, plans(streams, [basis.wide(*each) for each in made.streams()], allocate)
+
+
+def plans(
+    streams: Sequence[Source], rows: Sequence[Float64[np.ndarray, "_directions channels"]], allocate: Allocate
+) -> list[Plan]:
+    """Order the directions of each stream by energy and give them bits."""
+    ranked = [_rank(source, each) for source, each in zip(streams, rows, strict=True)]
+    loud = [energies * source.loudness for source, (_, energies) in zip(streams, ranked, strict=True)]
+    counts = allocate([_by_block(energies) for energies in loud])
+    return [
+        _plan(source, each, order, energies, count)
+        for source, each, (order, energies), count in zip(streams, rows, ranked, counts, strict=True)
+    ]
+
+
+def in_basis(
+    streams: Sequence[Source], allocate: Allocate, kept: Basis | None, shape: tuple[int, int], elements: float
+) -> tuple[Basis, list[Plan]]:
+    """The basis of the units before, or a new one if there is none or if that is worth its bytes.
+
+    Args:
+        streams: What is to be coded.
+        allocate: Gives bits.
+        kept: Basis of the unit before.
+        shape: Batch and heads.
+        elements: Elements of the units that are expected to share a new one; 0 never makes one beside ``kept``.
+    """
+    if kept is None:
+        return fit(streams, allocate, shape)
+    old = plans(streams, [basis.wide(*each) for each in kept.streams()], allocate)
+    if elements == 0:
+        return kept, old
+    made, new = fit(streams, allocate, shape)
+    return (made, new) if _saved_bits(old, new) * elements > 8 * made.nbytes else (kept, old)
+
+
+def kept_basis(previous: SealedTensor | None, method: str, shape: tuple[int, int], channels: int) -> Basis | None:
+    """The basis of the unit before, if it is of the same method and fits; its arrays are that unit's own."""
+    if previous is None or previous.method != method:
+        return None
+    kept = Basis.of(previous.arrays)
+    return kept if kept.blocks.shape == shape and kept.rows.shape[1] == channels else None
+
+
+def encode(
+    streams: Sequence[Source], coded: Sequence[Plan], shared: Basis, shape: tuple[int, int]
+) -> dict[str, np.ndarray]:
+    """Arrays of a sealed tensor."""
+    parts = [_encode(source, plan) for source, plan in zip(streams, coded, strict=True)]
+    return {
+        "codes": np.concatenate([codes.ravel() for codes, _ in parts]),
+        "blocks": np.stack([plan.counts for plan in coded]).reshape(*shape, 3),
+        "order": np.concatenate([plan.order for plan in coded]).astype(np.uint8),
+        "steps": np.concatenate([steps for _, steps in parts]),
+        "means": np.stack([source.mean for source in streams]).reshape(*shape, -1),
+        **shared.arrays,
+    }
+
+
+def decode(
+    arrays: Mapping[str, np.ndarray], shape: tuple[int, int, int, int], start: int, stop: int
+) -> BFloat16[np.ndarray, "batch heads range channels"]:
+    """Reconstruct tokens ``start`` to ``stop`` of a unit.
+
+    Raises:
+        ShapeError: The arrays do not fit together.
+        IndexError: A direction is not in the basis.
+    """
+    batch, heads, tokens, channels = shape
+    means = arrays["means"]
+    if means.shape != (batch, heads, channels):
+        raise ShapeError(f"means {means.shape} of a unit of {shape}")
+    decoded = np.empty((batch, heads, stop - start, channels), BF16)
+    for place, counts, packed, matrix in _stored(arrays, tokens):
+        decoded[place] = _decode(packed, counts, matrix, means[place], start, stop)
+    return decoded
+
+
+def matrices(arrays: Mapping[str, np.ndarray]) -> list[BFloat16[np.ndarray, "coded channels"]]:
+    """``W`` of each stream: the rows of its directions times their steps, in BF16."""
+    counts, order, steps = (arrays[name] for name in ("blocks", "order", "steps"))
+    ends = np.cumsum([allocation.directions(each) for each in counts.reshape(-1, 3)])[:-1]
+    made = []
+    for (rows, scales), own, step in zip(
+        Basis.of(arrays).streams(), np.split(order, ends), np.split(steps, ends), strict=True
+    ):
+        factor = step.astype(np.float32) * scales[own].astype(np.float32)
+        made.append((factor[:, None] * rows[own].astype(np.float32)).astype(BF16))
+    return made
+
+
+def _source(values: np.ndarray, metric: np.ndarray, damp: float) -> Source:
+    exponent = int(binary_exponent(values).item())
+    scaled = np.ldexp(np.ascontiguousarray(values, np.float64), -exponent)
+    mean = scaled.mean(axis=0).astype(np.float32).astype(BF16)
+    residual = scaled - mean.astype(np.float64)
+    channels = values.shape[1]
+    average = float(np.trace(metric)) / channels
+    normal = metric / average if average > 0 else np.eye(channels)
+    return Source(
+        residual,
+        residual.T @ residual / len(residual),
+        normal + damp * np.eye(channels),
+        np.ldexp(mean.astype(np.float32), exponent).astype(BF16),
+        exponent,
+        (average if average > 0 else 1.0) * 4.0**exponent,
+    )
+
+
+def _rank(
+    source: Source, rows: Float64[np.ndarray, "directions channels"]
+) -> tuple[Int64[np.ndarray, " directions"], Float64[np.ndarray, " directions"]]:
+    """Directions by descending energy, ties by place; and the energies."""
+    forward = basis.projector(rows, source.metric)
+    variances = np.einsum("id,de,ie->i", forward, source.covariance, forward, optimize=True)
+    costs = np.einsum("id,de,ie->i", rows, source.metric, rows, optimize=True)
+    energies = np.maximum(variances * costs, 0.0)
+    order = np.argsort(-energies, kind="stable")
+    return order, energies[order]
+
+
+def _saved_bits(old: Sequence[Plan], new: Sequence[Plan]) -> float:
+    """Bits an element by which the codes of the old basis would have to grow to be as good, at 6 dB a bit."""
+    floor = np.finfo(np.float64).tiny
+    ratios = [max(a.distortion, floor) / max(b.distortion, floor) for a, b in zip(old, new, strict=True)]
+    return float(np.mean(np.log2(ratios))) / 2
+
+
+def _by_block(energies: Float64[np.ndarray, " directions"]) -> Float64[np.ndarray, " blocks"]:
+    return energies.reshape(-1, BLOCK).sum(axis=1)
+
+
+def _plan(
+    source: Source,
+    rows: Float64[np.ndarray, "directions channels"],
+    order: Int64[np.ndarray, " directions"],
+    energies: Float64[np.ndarray, " directions"],
+    counts: UInt8[np.ndarray, "3"],
+) -> Plan:
+    taken = order[: allocation.directions(counts)]
+    own = rows[taken]
+    explained = np.einsum("id,de,ei->", basis.projector(own, source.metric), source.covariance, source.metric @ own.T)
+    total = float(np.sum(source.metric * source.covariance))
+    error = max(total - float(explained), 0.0) + allocation.distortion(_by_block(energies[: len(taken)]), counts)
+    return Plan(taken, counts, own, error / total if total > 0 else 0.0)
+
+
+def _encode(source: Source, plan: Plan) -> tuple[UInt8[np.ndarray, "tokens bytes"], BFloat16[np.ndarray, " coded"]]:
+    forward = basis.projector(plan.rows, source.metric)
+    coefficients = (source.residual @ forward.T).astype(np.float32)
+    widths = allocation.widths(plan.counts)
+    steps = directions.search_steps(coefficients, widths)
+    codes = directions.quantize(coefficients, widths, steps)
+    return blocks.pack(codes, plan.counts), np.ldexp(steps.astype(np.float32), source.exponent).astype(BF16)
+
+
+def _stored(
+    arrays: Mapping[str, np.ndarray], tokens: int
+) -> Iterator[tuple[tuple[int, ...], UInt8[np.ndarray, "3"], UInt8[np.ndarray, "tokens bytes"], np.ndarray]]:
+    """Place, blocks, packed codes and matrix of each stream."""
+    counts, codes = arrays["blocks"], arrays["codes"]
+    sizes = [tokens * allocation.token_bytes(each) for each in counts.reshape(-1, 3)]
+    if codes.shape != (sum(sizes),):
+        raise ShapeError(
+            f"codes {codes.shape}: need {sum(sizes)} bytes for {tokens} tokens of blocks {counts.tolist()}"
+        )
+    places, ends = list(np.ndindex(*counts.shape[:2])), np.cumsum(sizes)[:-1]
+    for place, part, matrix in zip(places, np.split(codes, ends), matrices(arrays), strict=True):
+        yield place, counts[place], part.reshape(tokens, allocation.token_bytes(counts[place])), matrix
+
+
+def _decode(
+    packed: UInt8[np.ndarray, "tokens bytes"],
+    counts: UInt8[np.ndarray, "3"],
+    matrix: BFloat16[np.ndarray, "coded channels"],
+    mean: BFloat16[np.ndarray, " channels"],
+    start: int,
+    stop: int,
+) -> Float32[np.ndarray, "range channels"]:
+    """The tiles that a range touches, then the range."""
+    begin, end = tiles_of(start, stop)
+    numbers = np.zeros((end - begin, len(matrix)), np.float32)
+    own = packed[begin : min(end, len(packed))]
+    numbers[: len(own)] = directions.levels(blocks.unpack(own, counts), allocation.widths(counts))
+    return product(numbers, matrix)[start - begin : stop - begin] + mean.astype(np.float32)
+
+
+def product(
+    numbers: Float32[np.ndarray, "tokens coded"], matrix: BFloat16[np.ndarray, "coded channels"]
+) -> Float32[np.ndarray, "tokens channels"]:
+    """``numbers @ matrix`` in FP32, whole tiles of :data:`TILE` tokens one by one.
+
+    >>> product(np.ones((64, 2), np.float32), np.ones((2, 8), "bfloat16")).shape
+    (64, 8)
+    """
+    tiles = numbers.reshape(len(numbers) // TILE, TILE, len(matrix)) @ matrix.astype(np.float32)
+    return tiles.reshape(len(numbers), matrix.shape[1])
+
+
+def tiles_of(start: int, stop: int) -> tuple[int, int]:
+    """Whole tiles that hold tokens ``start`` to ``stop``.
+
+    >>> tiles_of(3, 65)
+    (0, 128)
+    """
+    return start // TILE * TILE, -(-stop // TILE) * TILE
+
+
+def check_bits(name: str, bits: float) -> None:
+    """Raise :class:`ParameterError` unless a code of so many bits an element exists.
+
+    >>> check_bits("klt", 2.0)
+    """
+    if not FEWEST_BITS <= bits <= 8:
+        raise ParameterError(f"{name} bits {bits}: need {FEWEST_BITS} to 8 an element")

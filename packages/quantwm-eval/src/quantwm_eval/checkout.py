@@ -1,0 +1,55 @@
+"""Code of a user's checkout, imported where it stands."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from quantwm_core.errors import ParameterError
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """Import from a checkout, and read the files that it names relative to itself.
+
+    The checkout stays importable afterwards: its code imports on as it runs.
+    """
+    root = str(folder.resolve())
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    with chdir(root):
+        yield
+
+
+def library(folder: Path, name: str) -> ModuleType:
+    """Import a library that a checkout requires.
+
+    Raises:
+        ParameterError: It is missing.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ParameterError(
+            f"--checkout {folder}: {name!r} cannot be imported ({error}); install what the host requires into this environment"
+        ) from error
+
+
+def module(folder: Path, name: str) -> ModuleType:
+    """Import a module of a checkout; call it inside of :func:`inside`.
+
+    Raises:
+        ParameterError: The checkout has no such module, a library is missing, or another package of that name was
+            imported before.
+    """
+    found = library(folder, name)
+    places = [getattr(found, "__file__", None), *getattr(found, "__path__", ())]
+    if not any(Path(place).resolve().is_relative_to(folder.resolve()) for place in places if place):
+        raise ParameterError(
+            f"--checkout {folder}: {name!r} was imported from {places[0]}; the checkout has no such module"
+        )
+    return found

@@ -1,0 +1,92 @@
+"""The family of hosts that experiments can load: one file each, whose name is the host's name and its adapter's.
+
+Each binds ``LOAD``, from a :class:`Setup` to a :class:`~quantwm_eval.host.Host`. Other distributions add theirs through the
+entry-point group ``quantwm.hosts``. A host's own code is the user's checkout: nothing of it is here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TypeAlias
+
+from quantwm_core.errors import ParameterError, lookup
+from quantwm_eval.host import Host
+from quantwm_models import adapters
+
+__all__ = ["Loader", "Setup", "get", "names"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a host is made from; each says which parts it needs.
+
+    Attributes:
+        device: As torch calls it.
+        checkout: Folder of the host's own code.
+        weights: File or folder of released weights.
+        inputs: Prompts, first frames or actions, in the format that the host states.
+        config: The host's own configuration, where it has several.
+        size: ``"480p"`` or ``"720p"``; empty for the host's own.
+    """
+
+    device: str = "cpu"
+    checkout: Path | None = None
+    weights: Path | None = None
+    inputs: Path | None = None
+    config: Path | None = None
+    size: str = ""
+
+    def need(self, host: str, part: str) -> Path:
+        """Return a path that is given and there.
+
+        Raises:
+            ParameterError: It is not.
+        """
+        path: Path | None = getattr(self, part)
+        if path is None:
+            raise ParameterError(f"host {host!r} needs --{part} PATH")
+        if not path.exists():
+            raise ParameterError(f"--{part} {path}: there is no such file or folder")
+        return path
+
+
+Loader: TypeAlias = Callable[[Setup], Host]
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all hosts that can be loaded, sorted.
+
+    >>> "demo" in names()
+    True
+    """
+    third_party = {entry.name for entry in entry_points(group="quantwm.hosts")}
+    return tuple(sorted({*(module.name for module in pkgutil.iter_modules(__path__)), *third_party}))
+
+
+def get(name: str) -> Loader:
+    """Return what loads the host of that name.
+
+    Raises:
+        ParameterError: There is an adapter for it but nothing that loads it.
+        UnknownNameError: It is not known at all.
+
+    >>> get("demo")(Setup()).name
+    'demo'
+    """
+    if name in adapters.names() and name not in names():
+        raise ParameterError(
+            f"host {name!r}: experiments cannot load it (they load {', '.join(names())}); attach a cache in its own script, "
+            "quantwm_models.attach(pipeline, METHOD), and score the videos with quantwm compare"
+        )
+    lookup("host", name, names())
+    if name in {module.name for module in pkgutil.iter_modules(__path__)}:
+        own: Loader = importlib.import_module(f"{__name__}.{name}").LOAD
+        return own
+    (entry,) = entry_points(group="quantwm.hosts", name=name)
+    loaded: Loader = entry.load()
+    return loaded

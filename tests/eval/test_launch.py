@@ -1,0 +1,161 @@
+"""Tasks over processes, and through an engine that behaves as Ray does."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quantwm_core.errors import QuantWMError, StateError, UnknownNameError
+from quantwm_eval import cli, launch, provenance, results, resume
+from quantwm_eval.evaluate import append, evaluate
+from quantwm_eval.experiment import Experiment, MethodChoice
+from quantwm_eval.hosts import Setup
+from quantwm_eval.results import Cell
+from tests.eval.fake_host import FakeHost
+
+METHODS = (MethodChoice("bf16"), MethodChoice("rtn"))
+WANTED = Experiment(
+    METHODS,
+    scenes=(0, 1, 2),
+    frames=6,
+    batch=2,
+    chunks_per_seal=1,
+    seeds=(0, 4),
+    metrics=("psnr", "selection_shift"),
+)
+SOURCE = provenance.collect(["eval"])
+
+
+def figures(cells: tuple[Cell, ...]) -> dict[Any, dict[str, float]]:
+    """Figures by cell, without times."""
+    return {
+        cell.key: {name: value for name, value in cell.measurement.values.items() if "seconds" not in name}
+        for cell in cells
+    }
+
+
+class RayTaskError(Exception):
+    """As Ray wraps what a task raises."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class FakeRay:
+    """Tasks are done, and fail, where their results are asked for."""
+
+    exceptions = SimpleNamespace(RayTaskError=RayTaskError)
+
+    def __init__(self) -> None:
+        self.begun = self.most = 0
+        self.options: list[dict[str, Any]] = []
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **_options: Any) -> None:
+        self.begun += 1
+
+    def remote(self, **options: Any) -> Callable[[Any], Any]:
+        self.options.append(options)
+        return lambda work: SimpleNamespace(remote=lambda task: (work, task))
+
+    def wait(self, waiting: list[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
+        self.most = max(self.most, len(waiting))
+        return waiting[-num_returns:], waiting[:-num_returns]
+
+    def get(self, done: list[Any]) -> list[Any]:
+        try:
+            return [work(task) for work, task in done]
+        except QuantWMError as error:
+            raise RayTaskError(error) from error
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    launch._loaded.cache_clear()
+    monkeypatch.setattr("quantwm_eval.hosts.demo.LOAD", lambda _setup: FakeHost())
+    monkeypatch.setattr(launch, "_warm", set())
+    fake = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    return fake
+
+
+def test_tasks_are_the_batches_that_are_not_done() -> None:
+    every = launch.tasks(WANTED, (), Setup())
+    assert [(t.experiment.kinds, t.experiment.seeds, t.experiment.scenes) for t in every[:3]] == [
+        (("walk",), (0,), (0, 1)),
+        (("look-away",), (0,), (0, 1)),
+        (("walk",), (0,), (2,)),
+    ]
+    assert len(every) == 8
+    assert sorted(key for task in every for key in [*task.experiment.keys()]) == sorted(WANTED.keys())
+
+
+def test_through_ray_the_figures_are_those_of_one_process(ray: FakeRay, tmp_path: Path) -> None:
+    path = tmp_path / "alone.jsonl"
+    alone = evaluate(WANTED, FakeHost(), resume.begin(path, WANTED, SOURCE), path)
+    path = tmp_path / "ray.jsonl"
+    begun = resume.begin(path, WANTED, SOURCE)
+    append(begun, path, [cell for cell in alone.cells if cell.key[1] == 0 and cell.method == "bf16"])
+    begun = resume.begin(path, WANTED, SOURCE)
+    assert len(begun.cells) == 4
+    tasks = launch.tasks(WANTED, begun.cells, Setup())
+    found = append(begun, path, (cell for done in launch.on_ray(tasks, 3) for cell in done))
+    assert found.missing == 0
+    assert figures(found.cells) == figures(alone.cells)
+    assert figures(results.load(path).cells) == figures(alone.cells)
+    assert (ray.begun, ray.most) == (1, 3)
+    assert ray.options == [{"num_gpus": 0, "num_cpus": 1}]
+
+
+def test_a_task_that_fails_says_what_it_would_say_here(ray: FakeRay) -> None:
+    task = dataclasses.replace(launch.tasks(WANTED, (), Setup())[0])
+    bad = dataclasses.replace(task, experiment=dataclasses.replace(WANTED, model="demos"))
+    with pytest.raises(UnknownNameError, match="did you mean 'demo'"):
+        list(launch.on_ray([bad], 1))
+
+
+def test_ray_asks_for_a_gpu_where_tasks_run_on_one(ray: FakeRay) -> None:
+    task = dataclasses.replace(launch.tasks(WANTED, (), Setup())[0], setup=Setup("cuda"))
+    assert len(list(launch.on_ray([task], 1))) == 1
+    assert ray.options == [{"num_gpus": 1, "num_cpus": 0}]
+
+
+def test_without_ray_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(StateError, match=r"pip install 'quantwm-eval\[ray\]'"):
+        list(launch.on_ray([], 1))
+    with pytest.raises(UnknownNameError, match="unknown launcher"):
+        launch.get("slurm")
+
+
+def test_processes_of_this_machine_give_the_figures_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
+        "eval",
+        "--methods",
+        "rtn",
+        "--scenes",
+        "0,1",
+        "--kinds",
+        "walk",
+        "--frames",
+        "8",
+        "--chunks-per-seal",
+        "1",
+    ]
+    given += ["--metrics", "psnr,selection_shift,memory", "--videos", "1", "--threads", "1"]
+    for name, jobs in (("apart", "2"), ("alone", "1")):
+        assert cli.main([*given, "--jobs", jobs, "--out", str(tmp_path / name)]) == 0
+    apart, alone = (results.load(tmp_path / name / "results.jsonl") for name in ("apart", "alone"))
+    assert figures(apart.cells) == figures(alone.cells)
+    kept = [sorted(path.name for path in (tmp_path / name / "videos").iterdir()) for name in ("apart", "alone")]
+    assert kept[0] == kept[1] != []
+    capsys.readouterr()
+    assert cli.main([*given, "--jobs", "2", "--out", str(tmp_path / "apart")]) == 0
+    assert "4 of 4 cells are there" in capsys.readouterr().err
