@@ -1,6 +1,6 @@
 """``sglang`` under SGLang's own cache, self-attention and stage, without its server.
 
-Run with ``nox -s hosts -- --checkout sglang=PATH``, where PATH holds the package ``sglang``. The three modules that are run
+Run with ``nox -s hosts -- --checkout sglang=PATH``, where PATH holds the package ``sglang``. The four modules that are run
 import servers, kernels and loaders; every other module of the package is hollow here, its names classes that do nothing.
 What the chunks go through, a stage's allocator and reset, a layer's forward and the cache that it writes, is the host's.
 """
@@ -29,16 +29,22 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the host has its own
 FRAME, LAYERS, HEADS, CHANNELS, CHUNK = 8, 2, 2, 16, 3
 WIDTH = HEADS * CHANNELS
 ROOT = "sglang.multimodal_gen.runtime."
-CACHE, LAYER, STAGE = (
+CACHE, WAN, LINGBOT, STAGE = (
     ROOT + name
     for name in (
         "layers.kvcache.causal_attention_cache",
         "models.dits.causal_wanvideo",
+        "models.dits.lingbot_world",
         "pipelines_core.stages.causal_denoising",
     )
 )
+KINDS = {WAN: "CausalWanSelfAttention", LINGBOT: "LingBotWorldCausalSelfAttention"}
 
 Load = Callable[[str], Any]
+
+
+def nothing(*_: object, **__: object) -> None:
+    """What is called in a hollow module."""
 
 
 class Void(type):
@@ -47,7 +53,7 @@ class Void(type):
     def __getattr__(cls, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        return name
+        return nothing
 
 
 class Hollow(ModuleType):
@@ -56,7 +62,7 @@ class Hollow(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        kind = Void(name, (), {"__init__": lambda *_, **__: None, "__getattr__": lambda *_: lambda *_, **__: None})
+        kind = Void(name, (), {"__init__": nothing, "__getattr__": lambda *_: nothing})
         setattr(self, name, kind)
         return kind
 
@@ -89,12 +95,14 @@ def load(request: pytest.FixtureRequest) -> Iterator[Load]:
     root = checkouts(request.config).get("sglang")
     if root is None:
         pytest.skip("no checkout sglang was named")
-    finder = Hollowing(root, (CACHE, LAYER, STAGE))
+    finder = Hollowing(root, (CACHE, WAN, LINGBOT, STAGE))
     sys.meta_path.insert(0, finder)
     try:
         with importing(root) as load:
-            layer = load(LAYER)
-            layer.LocalAttention, layer._apply_rotary_emb = Local, turned
+            load(ROOT + "platforms.aiter").USE_AITER = False
+            for layer in map(load, KINDS):
+                layer.LocalAttention, layer._apply_rotary_emb = Local, turned
+            load(LINGBOT).get_ulysses_parallel_world_size = lambda: 1
             yield load
     finally:
         sys.meta_path.remove(finder)
@@ -124,12 +132,12 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
 class Block(nn.Module):
     """A projection and the host's self-attention."""
 
-    def __init__(self, load: Load, seed: int) -> None:
+    def __init__(self, load: Load, module: str, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         weights = torch.randn(3, WIDTH, WIDTH, generator=generator) / WIDTH**0.5
         self.weights = nn.Parameter(weights.to(torch.bfloat16), requires_grad=False)
-        self.attn1 = load(LAYER).CausalWanSelfAttention(WIDTH, HEADS)
+        self.attn1 = getattr(load(module), KINDS[module])(WIDTH, HEADS)
 
     def forward(self, x: Tensor, cache: Any, start: int) -> Tensor:
         q, k, v = ((x @ weight).unflatten(-1, (HEADS, CHANNELS)) for weight in self.weights)
@@ -139,11 +147,11 @@ class Block(nn.Module):
         return x + attended.flatten(2)
 
 
-def staged(load: Load, window: int, sink: int) -> Any:
+def staged(load: Load, module: str, window: int, sink: int) -> Any:
     """The host's stage around a tiny model, without the checkpoint that its constructor asks for."""
     kind = load(STAGE).CausalDMDDenoisingStage
     transformer: Any = nn.Module()
-    transformer.blocks = nn.ModuleList(Block(load, seed) for seed in range(LAYERS))
+    transformer.blocks = nn.ModuleList(Block(load, module, seed) for seed in range(LAYERS))
     transformer.num_attention_heads, transformer.attention_head_dim = HEADS, CHANNELS
     stage = kind.__new__(kind)
     vars(stage).update(
@@ -162,9 +170,23 @@ def staged(load: Load, window: int, sink: int) -> Any:
     return stage
 
 
-def lived(load: Load, window: int = -1, sink: int = 0, pins: bool = False, guided: bool = False) -> Live:
-    """Chunks, each denoised and then run once more clean, through caches that the stage makes once and resets."""
-    stage = staged(load, window, sink)
+def lived(
+    load: Load,
+    window: int = -1,
+    sink: int = 0,
+    *,
+    module: str = WAN,
+    pins: bool = False,
+    guided: bool = False,
+    recent: int | None = None,
+) -> Live:
+    """Chunks, each denoised and then run once more clean, through caches that the stage makes once and resets.
+
+    A layer of LingBot-World's sees the sink and so many ``recent`` frames before the chunk, if the request says so.
+    """
+    stage = staged(load, module, window, sink)
+    request = SimpleNamespace(realtime_causal_kv_sample_tokens=None if recent is None else recent * FRAME)
+    load(LINGBOT).get_forward_context = lambda: SimpleNamespace(forward_batch=request)
     sizes: dict[str, Any] = {
         "batch_size": 1,
         "max_text_len": 4,
@@ -206,7 +228,7 @@ def lived(load: Load, window: int = -1, sink: int = 0, pins: bool = False, guide
         return torch.cat(made, dim=1)
 
     notes = ("causal_kv_cache", "crossattn_cache", "causal_kv_cache_neg", "crossattn_cache_neg")
-    return Live(stage, (load(CACHE), load(LAYER), load(STAGE)), video, notes)
+    return Live(stage, (load(CACHE), load(module), load(STAGE)), video, notes)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -216,6 +238,13 @@ CASES: dict[str, dict[str, Any]] = {
     "window 8, sink 1": {"window": 8, "sink": 1},
     "window 9, a frame kept for ever and a pinned chunk": {"window": 9, "sink": 3, "pins": True},
     "window 6, two prompts": {"window": 6, "guided": True},
+    "LingBot-World, window 9, sink 3": {"module": LINGBOT, "window": 9, "sink": 3},
+    "LingBot-World, of which the sink and 2 recent frames are seen": {
+        "module": LINGBOT,
+        "window": 9,
+        "sink": 1,
+        "recent": 2,
+    },
 }
 
 

@@ -18,6 +18,8 @@ from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
 _ALLOCATOR = "_allocate_causal_kv_cache"
 _LISTS = ("causal_kv_cache", "causal_kv_cache_neg")
 _PAIR = "_new_causal_cache_pair"
+# By these LingBot-World's layers attend where the sequence is shared out among GPUs.
+_SHARDED = ("ulysses_attn", "full_head_attn")
 
 
 def matches(pipeline: object) -> bool:
@@ -34,6 +36,7 @@ def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
     try:
         layers = [block.attn1 for block in pipeline.transformer.blocks]
         attending = [layer.attn for layer in layers]
+        attending += [getattr(layer, name) for layer in layers for name in _SHARDED if hasattr(layer, name)]
         sink = pipeline._get_causal_sink_tokens  # noqa: SLF001  # the host's own, which tells it to its cache
     except AttributeError as error:
         raise HostError(
@@ -50,7 +53,7 @@ def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
             pipeline,
             (),
             allocator=_ALLOCATOR,
-            attending=[*attending, *(layer.ulysses_attn for layer in layers if hasattr(layer, "ulysses_attn"))],
+            attending=attending,
             lists=_LISTS,
             branch=lambda: "neg" if second.running else "",
             sink=lambda _: int(sink()),
