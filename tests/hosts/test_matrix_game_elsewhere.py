@@ -119,6 +119,22 @@ def test_videos(load: Load, name: str) -> None:
     assert all("basis" in cache.chunks[-1].keys.arrays for cache in attachment.caches)
 
 
+def test_action_caches_without_a_use_take_no_memory(load: Load) -> None:
+    live, seen = lived(load), []
+
+    def note(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append([[each["k"].numel() for each in kwargs[f"kv_cache_{name}"]] for name in ("mouse", "keyboard")])
+
+    live.pipeline.transformer.register_forward_pre_hook(note, with_kwargs=True)
+    live.video(0, 1)
+    with attach(live.pipeline, "bf16"):
+        live.video(0, 1)
+    stock, ours = seen[0], seen[-1]
+    for each in (0, 1):  # of the two layers, the first has an action module
+        assert stock[each][0] == stock[each][1] == ours[each][0] > 0
+        assert ours[each][1] == 0
+
+
 def test_another_policy_is_refused_before_anything_changes(load: Load) -> None:
     live = lived(load)
     assert adapters.find(live.pipeline) is adapters.get("fastvideo")

@@ -3,16 +3,17 @@
 These are ``CausalDMDDenosingStage`` and ``MatrixGame2CausalDenoisingStage``. FastVideo's LingBot-World 2 is served by
 ``lingbot_world``, its LongCat-Video by ``longcat_video``. Keys are cached after RoPE, as ``rope_cache_policy="absolute"``
 has them; the other policy caches them before, and rotates them anew for each read, and is refused. The caches of
-Matrix-Game's action modules stay the host's own.
+Matrix-Game's action modules stay the host's own; those of layers that have no use for them take no memory while attached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from quantwm_models.action_caches import ActionCaches
 from quantwm_models.errors import HostError
-from quantwm_models.patching import forward_of, named
+from quantwm_models.patching import Setting, forward_of, named
 from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
 
 _POLICY = "absolute"
@@ -20,6 +21,8 @@ _STAGES = {
     "CausalDMDDenosingStage": "CausalWanTransformer3DModel",
     "MatrixGame2CausalDenoisingStage": "CausalMatrixGame2WanModel",
 }
+_ACTION_ALLOCATOR = "_initialize_action_kv_cache"
+_ENABLING = ("enable_mouse", "enable_keyboard")
 _DENSE = "scaled_dot_product_attention"
 
 
@@ -58,4 +61,14 @@ def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
         frames = pipeline.local_attn_size if pipeline.local_attn_size != -1 else pipeline.sliding_window_num_frames
         return int(layers[0].sink_size * (slots // frames))
 
-    return hook(RollingDict(pipeline, (), attending=attending, sink=sink), make_cache)
+    settings = tuple(_spared(pipeline))
+    return hook(RollingDict(pipeline, (), attending=attending, sink=sink, settings=settings), make_cache)
+
+
+def _spared(pipeline: Any) -> Iterator[Setting]:
+    """Matrix-Game's allocator of action caches, which returns two lists."""
+    allocate = getattr(pipeline, _ACTION_ALLOCATOR, None)
+    if callable(allocate) and not isinstance(allocate, ActionCaches):
+        actions = [getattr(block, "action_model", None) for block in pipeline.transformer.blocks]
+        sparing = ActionCaches(allocate, actions, lambda lists: zip(_ENABLING, lists, strict=True))
+        yield Setting(pipeline, _ACTION_ALLOCATOR, sparing)

@@ -8,15 +8,15 @@ of six frames, three of which are active, at most half of the cache is ever seal
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from quantwm_core.errors import ParameterError, StateError
+from quantwm_models.action_caches import ActionCaches
 from quantwm_models.errors import HostError
 from quantwm_models.patching import Setting, called_by, named
-from quantwm_models.rolling_dict import MakeCache, RollingDict, hook, materialise, on_meta
+from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
 
 _ACTION_ALLOCATOR = "_initialize_kv_cache_mouse_and_keyboard"
 _ACTIONS = {"kv_cache_mouse": "enable_mouse", "kv_cache_keyboard": "enable_keyboard"}
@@ -58,14 +58,16 @@ class MatrixGame:
                 f".action_model: {error}"
             ) from error
         allocate = getattr(pipeline, _ACTION_ALLOCATOR, None)
-        if isinstance(allocate, _ActionAllocator):
+        if isinstance(allocate, ActionCaches):
             raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
         if not callable(allocate) or "device" not in inspect.signature(allocate).parameters:
             raise HostError(f"{type(pipeline).__qualname__}: need a method {_ACTION_ALLOCATOR}(..., device)")
         if self.window is not None and self.window < chunk:
             raise ParameterError(f"window={self.window}: need at least the {chunk} frames of a chunk")
         module, attention = called_by(layers[0], "attention")
-        actions_allocator = _ActionAllocator(pipeline, allocate, actions)
+        sparing = ActionCaches(
+            allocate, actions, lambda _: ((enabled, getattr(pipeline, name)) for name, enabled in _ACTIONS.items())
+        )
         return hook(
             RollingDict(
                 pipeline,
@@ -74,7 +76,7 @@ class MatrixGame:
                 lists=("kv_cache1",),
                 sink=lambda _: int(layers[0].sink_size * pipeline.frame_seq_length),
                 kept=(*_ACTIONS, "crossattn_cache"),
-                settings=(Setting(pipeline, _ACTION_ALLOCATOR, actions_allocator), *self._window(pipeline, blocks)),
+                settings=(Setting(pipeline, _ACTION_ALLOCATOR, sparing), *self._window(pipeline, blocks)),
             ),
             make_cache,
         )
@@ -89,24 +91,6 @@ class MatrixGame:
             yield Setting(block.self_attn, "max_attention_size", self.window * pipeline.frame_seq_length)
             if block.action_model is not None:
                 yield Setting(block.action_model, "local_attn_size", self.window)
-
-
-class _ActionAllocator:
-    """The allocator of the action caches, sparing layers that have no use for them."""
-
-    def __init__(self, pipeline: Any, allocate: Callable[..., Any], actions: list[Any]) -> None:
-        self.pipeline = pipeline
-        self.allocate = allocate
-        self.actions = actions
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        _, device = on_meta(self.allocate, *args, **kwargs)
-        for name, enabled in _ACTIONS.items():
-            # The host allocates for as many layers as the released models have.
-            for action, entries in itertools.zip_longest(self.actions, getattr(self.pipeline, name)):
-                if action is None or not getattr(action, enabled, True):
-                    entries.update((half, entries[half][:0]) for half in ("k", "v"))
-                materialise(entries, device)
 
 
 matches = MatrixGame().matches
