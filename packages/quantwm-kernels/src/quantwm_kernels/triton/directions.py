@@ -19,6 +19,7 @@ from quantwm_core.directions import BEST_STEPS, FACTORS, OFFSETS
 from quantwm_kernels.launch import LAUNCHES, on_device, processors
 from quantwm_kernels.triton.arithmetic import rounded
 from quantwm_kernels.triton.clustered import halves_at, wide
+from quantwm_kernels.triton.kernel import kernel
 
 # A code that rounds beyond this is clipped in any case, and below it rounding by addition is exact.
 FARTHEST: tl.constexpr = tl.constexpr(1024.0)
@@ -34,7 +35,7 @@ def code_of(coefficient, step, shift, highest):
     return tl.clamp(rounded(ratio - shift), 0.0, highest)
 
 
-@triton.jit(do_not_specialize=["tokens", "directions", "per_piece"])
+@kernel(do_not_specialize=["tokens", "directions", "per_piece"])
 def search_kernel(
     coefficients, tried, shifts, highest, errors, tokens, directions, per_piece,
     TRIED: tl.constexpr, TRIED_2: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -63,7 +64,7 @@ def search_kernel(
     tl.store(result, total, mask=exists)
 
 
-@triton.jit(do_not_specialize=["tokens", "directions"])
+@kernel(do_not_specialize=["tokens", "directions"])
 def pack_kernel(
     coefficients, steps, shifts, highest, places, codes, tokens, directions, TILE: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
