@@ -95,9 +95,9 @@ def test_observers_are_told_of_a_rebuild_as_of_its_steps() -> None:
         slow.rewind()
         for part_keys, part_values in zip(keys.split(16, dim=2), values.split(16, dim=2), strict=True):
             slow.append(part_keys, part_values)
-        slow.seal()
+            slow.seal()
     assert witness.told == other.told
-    assert witness.told[:3] == [("sealed", 0, 16), ("sealed", 16, 32), ("evicted", 0, 16)]
+    assert witness.told[:4] == [("sealed", 0, 16), ("sealed", 16, 32), ("evicted", 0, 16), ("sealed", 32, 48)]
 
 
 @pytest.mark.parametrize("tokens", [[], [48, 1], [16, 16]])

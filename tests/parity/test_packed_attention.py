@@ -18,7 +18,7 @@ from quantwm_core.method import decode_tensor
 from quantwm_kernels import packed_attention
 from quantwm_kernels.chunk import SealedChunk
 from quantwm_kernels.chunk import SealedTensor as KernelTensor
-from quantwm_kernels.launch import Launch
+from quantwm_kernels.launch import Launch, processors
 from quantwm_kernels.packed_attention import Attended, Pair, attend_packed
 from quantwm_kernels.reading import Piece, ReadPlan
 from tests.core import strategies, variants
@@ -195,9 +195,13 @@ def test_batches_and_parts(device: torch.device) -> None:
     pieces = [piece(sealed("rtn", keys), sealed("quantwm", values, kind="values", iterations=1))]
     plain = pairs(37, batch=2)
     _, plan = check(device, normal(2, 4, 9, 32), pieces, plain, chosen=DIVIDED)
-    assert parts_of(plan) == [1]  # eight blocks of queries are work enough
+    many = parts_of(plan)
     _, plan = check(device, normal(2, 2, 9, 32), pieces, plain, chosen=DIVIDED)
-    assert parts_of(plan) == [3]
+    few = parts_of(plan)
+    if processors(device) == 1:
+        assert (many, few) == ([1], [3])  # eight blocks of queries are work enough
+    else:
+        assert [1] < many <= few
 
 
 @pytest.mark.parametrize("chosen", [WHOLE, DIVIDED])

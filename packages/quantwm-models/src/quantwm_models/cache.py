@@ -194,23 +194,21 @@ class LayerCache:
             made, geometry = self._rewound(), None
             told: list[tuple[Sequence[Sealing], Sequence[Span]]] = []
 
-            def settled(before: Contents, contents: Contents) -> Contents:
-                after, sealings = contents.settle(self.scheme, self.key_frame)
-                if self.observers:  # what they are told keeps BF16 tokens alive
-                    told.append((sealings, before.gone(after)))
-                return after
-
             for part_keys, part_values, part_queries in zip(*parts, asked, strict=True):
                 exact_keys, exact_values, geometry = copied_chunk(part_keys, part_values, geometry)
-                made = settled(made, made.append(exact_keys, exact_values))
+                before, made = made, made.append(exact_keys, exact_values)
+                gone = before.gone(made)
                 if part_queries is not None:
                     _check_queries(part_queries)
                     made = self._observed(made, part_queries, geometry)
-            made = settled(made, made.complete())
+                # Before the next is copied, so that there is one of them at a time.
+                made, sealings = made.complete().settle(self.scheme, self.key_frame)
+                if self.observers:  # what they are told keeps BF16 tokens alive
+                    told += [((), gone), (sealings, ())]
             self.rewind()
             self._commit(made, geometry)
-            for sealings, gone in told:
-                self._tell(sealings, gone)
+            for each in told:
+                self._tell(*each)
 
     def overwrite(
         self,
