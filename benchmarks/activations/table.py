@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from quantwm_eval.estimate import Estimate, bootstrap
 
-Rows = list[Mapping[str, float]]
+Rows = list[Mapping[str, Any]]
+"""Lines of one method, an input each."""
 BITS = {"key_bits": "key bits", "value_bits": "value bits", "shared_bits": "shared", "state_bits": "state"}
 # Title, factor and digits of each error.
 ERRORS = {
