@@ -45,12 +45,44 @@ SHAPES = {
     "causal-forcing-1": (4680, 12, 128),
     "matrix-game": (2640, 12, 128),
 }
-METHODS = ("quantwm", "sharp", "qvg", "bf16")  # sharp: the preset of quantwm
+METHODS = ("quantwm", "sharp", "qvg", "klt", "oscar", "bf16")  # sharp: the preset of quantwm
 CENTROIDS, GROUP, RANK = 256, 64, 8
 SHARP_GROUP, SHARP_RANK = 32, 16
 RESULTS = Path(__file__).parent / "results" / "decode.jsonl"
 REPEATS, CALLS = 15, 10
 COPY_NBYTES = 1 << 30
+
+
+def random_products(method: str, shape: tuple[int, int, int], generator: torch.Generator) -> dict[str, Tensor]:
+    """Arrays of a transform code of two bits an element, nine of sixteen directions coded, or of a rotation."""
+    tokens, heads, channels = shape
+    device = generator.device
+    counts = [channels // 128, channels // 32, channels // 32] if method == "klt" else [0, 0, channels // 8]
+    coded = 8 * sum(counts) * heads
+
+    def integers(*size: int) -> Tensor:
+        return torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
+
+    def steps(*size: int) -> Tensor:
+        return torch.rand(size, device=device, generator=generator).bfloat16() / 64
+
+    arrays = {
+        "shared_basis": integers(coded, channels).view(torch.int8),
+        "shared_basis_scales": steps(coded),
+        "shared_basis_blocks": torch.full((1, heads), sum(counts), dtype=torch.uint8, device=device),
+    }
+    if method == "oscar":
+        arrays["shared_fitted"] = torch.ones_like(arrays["shared_basis_blocks"])
+        pair = {name: steps(1, heads, tokens, 1) for name in ("scales", "minima")}
+        return arrays | pair | {"codes": integers(1, heads, tokens, packed_size(channels))}
+    places = torch.arange(8 * sum(counts), dtype=torch.uint8, device=device)
+    return arrays | {
+        "codes": integers(heads * tokens * packed_size(channels)),
+        "blocks": torch.tensor(counts, dtype=torch.uint8, device=device).expand(1, heads, 3).contiguous(),
+        "order": places.repeat(heads),
+        "steps": steps(coded),
+        "means": steps(1, heads, channels),
+    }
 
 
 def random_tensor(kind: str, method: str, shape: tuple[int, int, int], generator: torch.Generator) -> SealedTensor:
@@ -67,6 +99,8 @@ def random_tensor(kind: str, method: str, shape: tuple[int, int, int], generator
     full = (1, heads, tokens, channels)
     if method == "bf16":
         return SealedTensor(method, {}, full, {"exact": normal(tokens, channels)})
+    if method in ("klt", "oscar"):
+        return SealedTensor(method, {}, full, random_products(method, shape, generator))
     arrays = {
         "codes": integers(0, 255 if method == "qvg" else 256, tokens, packed_size(channels)),
         "scales": integers(0x30, 0x7F, tokens, groups).view(torch.float8_e4m3fn),

@@ -1,7 +1,8 @@
-"""Make the data and the picture of chapter 3: ``python docs/course/make_data.py`` (needs quantwm-eval).
+"""Make the data and the pictures of chapters 3 and 4: ``python docs/course/make_data.py`` (needs quantwm-eval).
 
 Writes ``data/room.safetensors`` (keys, values and queries of one head, and the frames they belong to) while the demo
-world model turns away from a ball and back, and draws ``../images/selection.png`` from it.
+world model turns away from a ball and back, and draws ``../images/selection.png`` and ``../images/transform-code.png``
+from it.
 """
 
 from pathlib import Path
@@ -13,13 +14,14 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from quantwm_core import archive, attention, scheme
+from quantwm_core import allocation, archive, attention, basis, scheme, second_moment, transform
 from quantwm_core.chunk import read_arrays, write_arrays
 from quantwm_eval.demo import episodes, sampler
 from quantwm_eval.demo import model as world_model
 
 HERE = Path(__file__).parent
 DATA, PICTURE = HERE / "data" / "room.safetensors", HERE.parent / "images" / "selection.png"
+SPECTRUM = PICTURE.with_name("transform-code.png")
 SEED, DEGREES, LAYER, HEAD, CHUNKS = 2_000_003, 60, 3, 2, 7
 CHUNK, FRAME, GRID, PATCH = 256, 64, 8, 8
 
@@ -95,6 +97,35 @@ def show(axis: Axes, frame: np.ndarray, patch: int, title: str) -> None:
     axis.set_axis_off()
 
 
+def draw_spectrum() -> None:
+    """Energy, bits and error of the directions of the fourth chunk, in the basis that ``klt`` gives it."""
+    arrays, _ = read_arrays(DATA)
+    chunk = np.s_[:, :, 3 * CHUNK : 4 * CHUNK]
+    moment = second_moment(arrays["queries"][:, :, : 3 * CHUNK], 1)
+    (source,) = transform.sources(arrays["keys"][chunk], moment.mean.astype(float), damp=0.5)
+    rows = basis.fit(source.covariance, source.metric)
+    sealed = scheme("klt").keys.seal("keys", arrays["keys"][chunk], moment)
+    error = (scheme("klt").keys.decode(sealed).astype(float) - arrays["keys"][chunk].astype(float))[0, 0]
+    forward = basis.projector(rows, source.metric)
+    energy = np.einsum("id,de,ie->i", forward, source.covariance, forward)
+    left = np.square(np.ldexp(error, -source.exponent) @ forward.T).mean(axis=0)
+    bits = allocation.widths(sealed.arrays["blocks"][0, 0])
+    directions = np.arange(len(rows))
+    figure, axis = plt.subplots(figsize=(7.5, 3.6), constrained_layout=True)
+    axis.semilogy(directions, energy / energy[0], label="energy")
+    axis.semilogy(directions, left / energy[0], label="error that is left")
+    axis.set_xlabel("direction, by energy")
+    axis.set_ylabel("share of the first direction's energy")
+    axis.legend(loc="upper right")
+    stairs = axis.twinx()
+    stairs.fill_between(directions, np.pad(bits, (0, len(rows) - len(bits))), step="mid", alpha=0.15, color="tab:green")
+    stairs.set_ylabel("bits")
+    stairs.set_ylim(0, 16)
+    stairs.set_yticks((0, 2, 4, 8))
+    figure.savefig(SPECTRUM, dpi=120)
+
+
 if __name__ == "__main__":
     record()
     draw()
+    draw_spectrum()

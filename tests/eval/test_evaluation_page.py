@@ -5,7 +5,7 @@ import shlex
 import tomllib
 from pathlib import Path
 
-from quantwm_eval import cli, experiment_file, metrics
+from quantwm_eval import cli, experiment_file, hosts, metrics, named
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
 
@@ -16,9 +16,9 @@ def blocks(language: str) -> list[str]:
 
 def test_every_command_on_the_page_can_be_typed() -> None:
     lines = [line for block in blocks("sh") for line in block.splitlines()]
-    assert len(lines) == 12
+    assert len(lines) == 15
     for line in lines:
-        program, *arguments = shlex.split(line, comments=True)
+        program, *arguments = shlex.split(line.partition(" > ")[0], comments=True)
         assert program == "quantwm"
         cli.parser().parse_args(arguments)
 
@@ -32,3 +32,7 @@ def test_the_experiment_on_the_page_is_one() -> None:
 
 def test_every_metric_is_on_the_page() -> None:
     assert [name for name in metrics.names() if f"`{name}`" not in PAGE] == []
+
+
+def test_every_bundled_experiment_and_host_is_on_the_page() -> None:
+    assert [name for name in (*named.names(), *hosts.names()) if f"`{name}`" not in PAGE and name != "demo"] == []

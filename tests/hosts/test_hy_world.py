@@ -6,35 +6,27 @@ Run with ``nox -s hosts -- --checkout hy_world=PATH``. The 5B model has 880 toke
 import contextlib
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from quantwm_core.errors import StateError
 from quantwm_models import adapters, attach
 from quantwm_models.adapters.hy_world import HyWorld
 from quantwm_models.errors import HostError
 from tests.hosts.checkout import checkouts, importing
+from tests.hosts.hy_world import CHUNK, SMALL, WAN_FRAME, Load, cameras, importing_wan, lived_wan
 from tests.hosts.live import Live, footprint, prove, randomise, refuses_others
 from tests.models.chunks import bits
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the host has its own
 
-LAYERS, HEADS, CHANNELS, CHUNK, TEXT = 2, 2, 16, 4, 24
+LAYERS, HEADS, CHANNELS, TEXT = SMALL.layers, SMALL.heads, SMALL.head_dim, SMALL.text[1]
 WIDTH = 2 * 2 * HEADS * 2 * CHANNELS  # BF16 bytes of a token's keys and values, each of two kinds
-WAN_FRAME = 880
-
-Load = Callable[[str], Any]
-
-
-def heads_first(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-    """Dense attention on ``[B, heads, tokens, head_dim]``, in the place of a kernel that a CPU does not have."""
-    return scaled_dot_product_attention(q, k, v)
 
 
 @pytest.fixture(scope="module")
@@ -47,112 +39,9 @@ def root(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def load_wan(root: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    for name in ("range_push", "range_pop"):
-        monkeypatch.setattr(torch.cuda.nvtx, name, lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch, "compile", lambda function=None, **_: function or (lambda each: each))
-    alone = {"get_sp_world_size": lambda: 1, "get_sp_parallel_rank": lambda: 0, "get_sp_parallel_local_rank": lambda: 0}
-    stubs: dict[str, dict[str, object]] = {
-        "sageattention": {"sageattn": heads_first},
-        "distributed": {},
-        "distributed.communication_op": dict.fromkeys(("all_to_all_sp", "sequence_model_parallel_all_gather")),
-        "distributed.parallel_state": dict(alone),
-        "models.par_vae.tools": dict.fromkeys(("distribute_data_to_gpus", "gather_results")),
-        "hyvideo": {"__path__": [str(root / "hyvideo")]},
-    }
-    with importing(root / "wan", stubs=stubs, bare=("inference", "models")) as load:
-        monkeypatch.setenv("WORLD_SIZE", "0")
+def load_wan(root: Any) -> Iterator[Load]:
+    with importing_wan(root) as load:
         yield load
-
-
-def wan_pipeline(load: Load) -> Any:
-    """The 5B pipeline around a tiny model, with stand-ins for text encoder and VAE."""
-    model = load("models.dits.arwan_w_action_w_mem_relative_rope").WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=HEADS,
-        attention_head_dim=CHANNELS,
-        in_channels=4,
-        out_channels=4,
-        text_dim=TEXT,
-        freq_dim=32,
-        ffn_dim=32,
-        num_layers=LAYERS,
-        rope_max_seq_len=64,
-    )
-    model.add_discrete_action_parameters()
-    randomise(model)
-    kind = load("inference.pipeline_wan_w_mem_relative_rope").WanPipeline
-    # The host's base class asks parts for their device that are not here.
-    place = torch.device("cpu")
-    pipeline: Any = object.__new__(type("Placed", (kind,), {"_execution_device": place, "device": place}))
-    scheduler = load("diffusers").FlowMatchEulerDiscreteScheduler()
-    vars(pipeline).update(
-        transformer=model.eval().requires_grad_(False).to(torch.bfloat16),
-        transformer_2=None,
-        scheduler=scheduler,
-        vae=None,
-        vae_scale_factor_temporal=4,
-        vae_scale_factor_spatial=16,
-        parallel_run=False,
-        par_vae_decode=False,
-        video_processor=None,
-        init_decode_state=lambda *_: None,
-        encode_prompt=prompted,
-        check_inputs=lambda *_: None,
-    )
-    pipeline.register_to_config(boundary_ratio=None)
-    return pipeline
-
-
-def prompted(**_: object) -> tuple[Tensor, None]:
-    """A prompt."""
-    return torch.randn(1, 8, TEXT, generator=torch.Generator().manual_seed(7)), None
-
-
-def cameras(frames: int) -> tuple[Tensor, Tensor, Tensor]:
-    """View matrices, intrinsics and actions of a camera that moves and turns."""
-    views = torch.eye(4).repeat(1, frames, 1, 1)
-    turn = 0.1 * torch.arange(frames)
-    views[0, :, 0, 0], views[0, :, 0, 2] = turn.cos(), turn.sin()
-    views[0, :, 2, 0], views[0, :, 2, 2] = -turn.sin(), turn.cos()
-    views[0, :, 2, 3] = 0.2 * torch.arange(frames)
-    intrinsics = torch.tensor([[0.5, 0, 0.5], [0, 0.9, 0.5], [0, 0, 1]]).repeat(1, frames, 1, 1)
-    return views, intrinsics, torch.arange(frames)[None] % 5
-
-
-def lived_wan(load: Load, window: int = 16) -> Live:
-    pipeline = wan_pipeline(load)
-
-    def video(seed: int, chunks: int) -> Tensor:
-        views, intrinsics, actions = cameras(CHUNK * chunks)
-        generator = torch.Generator().manual_seed(seed)
-        latents = torch.randn(1, 4, CHUNK * chunks, 44, 80, generator=generator)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            for number in range(chunks):
-                place = slice(CHUNK * number, CHUNK * (number + 1))
-                pipeline(
-                    prompt="a valley",
-                    guidance_scale=1.0,
-                    num_frames=4 * CHUNK * chunks - 3,
-                    latents=latents,
-                    output_type="latent",
-                    use_memory=True,
-                    context_window_length=window,
-                    first_chunk_size=CHUNK,
-                    chunk_i=number,
-                    viewmats=views[:, place],
-                    Ks=intrinsics[:, place],
-                    action=actions[:, place],
-                    few_step=True,
-                )
-        made: Tensor = pipeline.ctx["latents"].clone()
-        return made
-
-    own = ("ctx", "points_local", "use_kv_cache", "_decode_state", "_progress_bar_config", "_num_timesteps")
-    settings = ("_guidance_scale", "_guidance_scale_2", "_attention_kwargs", "_current_timestep", "_interrupt")
-    return Live(pipeline, (load("models.dits.arwan_w_action_w_mem_relative_rope"),), video, (*own, *settings))
 
 
 @pytest.fixture
@@ -285,7 +174,7 @@ def test_a_pipeline_of_another_shape_is_refused_before_anything_changes(load_hun
 @pytest.mark.slow
 @pytest.mark.parametrize("once", [False, True])
 def test_wan(load_wan: Load, once: bool) -> None:
-    attachment = prove(lambda: lived_wan(load_wan), (3, 2), HyWorld(once))
+    attachment = prove(lambda: lived_wan(load_wan, SMALL), (3, 2), HyWorld(once))
     report = attachment.report()
     assert report.tokens == report.sealed_tokens == LAYERS * CHUNK * WAN_FRAME
     assert report.sealed_bf16_nbytes == report.tokens * WIDTH // (1 + once)
@@ -296,7 +185,7 @@ def test_wan(load_wan: Load, once: bool) -> None:
 
 @pytest.mark.slow
 def test_wan_with_frames_that_are_retrieved_from_memory(load_wan: Load) -> None:
-    live = lived_wan(load_wan)
+    live = lived_wan(load_wan, SMALL)
     plain = bits(live.video(0, 6))
     with attach(live.pipeline, "bf16") as attachment:
         assert bits(live.video(0, 6)) == plain

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantwm_kernels.chunk import SealedChunk
 from quantwm_models import LayerCache
 
 
@@ -30,6 +31,12 @@ def fill(cache: LayerCache, count: int, tokens: int = 16, *, first: int = 0, que
 def bits(tensor: Tensor) -> bytes:
     """A tensor's bytes in its order."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def compensated(chunk: SealedChunk) -> bool:
+    """Whether PSAC corrects its keys; without a basis there is nothing to correct by."""
+    coefficients = chunk.keys.arrays.get("coefficients")
+    return "basis" in chunk.keys.arrays and coefficients is not None and bool(coefficients.any())
 
 
 def snapshot(cache: LayerCache) -> dict[str, Any]:

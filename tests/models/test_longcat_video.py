@@ -13,7 +13,7 @@ from quantwm_models.adapters.longcat_video import LongCatVideo
 from quantwm_models.errors import HostError
 from quantwm_models.rebuilt import Sealed
 from quantwm_models.rotary import before_rotation
-from tests.models.chunks import bits
+from tests.models.chunks import bits, compensated
 from tests.models.longcat_host import CHANNELS, HEADS, TOKENS, LongCatVideoPipeline
 
 FRAMES, NBYTES = 4, 2 * 2 * HEADS * CHANNELS
@@ -79,7 +79,7 @@ def test_statistics_serve_from_the_second_unit_of_the_first_segment(units: int, 
     with attach(host, "quantwm", adapter=LongCatVideo(units), iterations=2) as attachment:
         for segment in range(2):
             host.video(segment, 1)
-            seen.append([(chunk.tokens, "basis" in chunk.keys.arrays) for chunk in attachment.caches[0].chunks])
+            seen.append([(chunk.tokens, compensated(chunk)) for chunk in attachment.caches[0].chunks])
     assert seen[0] == [(TOKENS * count, number > 0) for number, count in enumerate(frames)]
     assert seen[1] == [(FRAMES * TOKENS, True)]
 

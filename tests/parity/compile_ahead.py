@@ -102,6 +102,10 @@ def attend(
     )
 
 
+SEARCH = (
+    "coefficients:*fp32 tried:*bf16 shifts:*fp32 highest:*fp32 errors:*fp32 tokens:i32 directions:i32 per_piece:i32"
+)
+PACK = "coefficients:*fp32 steps:*bf16 shifts:*fp32 highest:*fp32 places:*i64 codes:*u8 tokens:i32 directions:i32"
 # Types of the arguments of the kernels that seal, by name; a stride is a whole number of vectors.
 SEALED = {
     **dict.fromkeys(("first", "second", "queries", "high", "low", "basis", "first_stored", "second_stored"), "*bf16"),
@@ -253,6 +257,9 @@ CASES = (
     seal("psac.project_kernel", "project_error", variant="wide", CHANNELS=256, BLOCK_D=256),
     seal("psac.quantize_kernel", "quantize_coefficients", scales="*bf16", THRESHOLD=1, RANK_2=8, BLOCKS=1024),
     seal("statistics.moment_kernel", "second_moment", BLOCK=128, BLOCKS=1),
+    Case("directions.search_kernel", "search_steps", SEARCH, {"TRIED": 20, "TRIED_2": 32}),
+    Case("directions.pack_kernel", "pack_directions", PACK, {"BYTES": 32}),
+    Case("directions.pack_kernel", "pack_directions", PACK, {"BYTES": 256}, "wide", (86,)),
     seal("principal.principal_kernel", "principal_basis", WIDTH=16),
     seal("statistics.add_kernel", "add_moments"),
     seal("statistics.sensitivity_kernel", "sensitivity", largest="*i32", BLOCK=128),

@@ -44,6 +44,7 @@ WITHOUT_NAMESAKE = {
     "triton.compensation": "the reading half of psac",
     "triton.reading": "many units in one launch",
     "triton.tile": "the reading half of clustered, minmax and psac",
+    "triton.transform_sealing": "transform on a device, all streams together",
     "methods.begin_chunk": "NumPy seals at once",
     "methods.decode_into": "core returns an array, a workspace is written in place",
     "methods.seal": "a method of core's Method, which here is a function",
@@ -58,6 +59,7 @@ WITHOUT_NAMESAKE = {
 OF_LAYERS = {
     "affine": "Codes Projection Residual as_e4m3 encode_layer group_sizes largest_ranges",
     "codebook": "Frame add_members assign begin framed magnitudes_of prepare rank refine",
+    "directions": "packed shifts_of",
     "psac": "laid_out projection_of quantize",
     "qsac": "choose_layer",
     "statistics": "write_sensitivity",

@@ -270,3 +270,64 @@ def test_a_damaged_unit_is_refused_before_any_address_is_followed(
 def test_another_method_is_refused_by_name() -> None:
     with pytest.raises(DeviceError, match="negated"):
         _ = SealedTensor("negated", {}, (1, 1, 2, 4), {"exact": torch.zeros(1, 1, 2, 4)}).row
+
+
+@settings(EXAMPLES)
+@given(data=st.data())
+def test_any_transform_range_and_layout(device: torch.device, data: st.DataObject) -> None:
+    channels = data.draw(st.sampled_from(strategies.HEAD_DIMENSIONS))
+    tokens = data.draw(st.sampled_from(strategies.TOKENS))
+    unit = strategies.unit(data.draw(st.sampled_from((("normal",), ("channels", "clusters")))), 0, tokens, channels)
+    names = ("klt", "kvtc", "oscar", "rtn")
+    pair = [
+        seal(data.draw(st.sampled_from(names)), kind, unit, queries=3 if kind == "keys" else None) for kind in KINDS
+    ]
+    start = data.draw(st.integers(0, tokens - 1))
+    stop = data.draw(st.integers(start + 1, tokens))
+    launch(
+        device,
+        [Read(pair[0], start, stop, place=data.draw(st.integers(0, 3)))],
+        [Read(pair[1], 0, tokens)],
+        token_major=data.draw(st.booleans()),
+        chosen=data.draw(st.sampled_from((SMALL, LARGE))),
+    )
+
+
+def test_units_that_share_a_basis_and_units_that_do_not_are_one_launch(device: torch.device) -> None:
+    units: list[CoreTensor] = []
+    for seed, (kinds, lifetime) in enumerate(
+        ((("normal", "clusters"), 0.0), (("normal", "clusters"), 0.0), (("channels", "constant"), 1e9))
+    ):
+        method = core_methods.get("klt", bits=1.25, allocation="layer", lifetime=lifetime)
+        unit = strategies.unit(kinds, seed, 40 + seed, 64)
+        units.append(method.seal("keys", unit, strategies.moment(1, 2, 64), units[-1] if units else None))
+    assert units[1].arrays["shared_basis"] is units[0].arrays["shared_basis"]
+    assert units[2].arrays["shared_basis"] is not units[1].arrays["shared_basis"]
+    reads = [Read(unit, number, unit.shape[2], place=50 * number) for number, unit in enumerate(units)]
+    assert launch(device, reads, reads) == 1
+
+
+def test_a_transform_whose_arrays_do_not_fit_together_is_refused(device: torch.device) -> None:
+    sealed = SealedTensor.from_core(seal("klt", "keys", strategies.unit(("normal", "clusters"), 0, 20, 64))).to(device)
+    for name in ("codes", "order", "steps", "means", "shared_basis", "shared_basis_scales"):
+        cut = replace(sealed, arrays={**sealed.arrays, name: sealed.arrays[name][:-1].contiguous()})
+        with pytest.raises(FormatError, match="klt"):
+            _ = cut.row
+    for name, add in (("blocks", 1), ("shared_basis_blocks", 1)):
+        grown = replace(sealed, arrays={**sealed.arrays, name: sealed.arrays[name] + add})
+        with pytest.raises(FormatError, match="klt"):
+            _ = grown.row
+
+
+def test_a_direction_beyond_the_basis_leads_to_its_last_row(device: torch.device) -> None:
+    exact = seal("klt", "keys", strategies.unit(("normal",), 0, 20, 32))
+    rows = exact.arrays["shared_basis"].shape[0]
+    damaged, last = (
+        replace(exact, arrays={**exact.arrays, "order": np.full_like(exact.arrays["order"], place)})
+        for place in (255, rows - 1)
+    )
+    out = workspace(exact, 20, device, token_major=False)
+    kept: list[SealedTensor] = []
+    batches = reading.batches([Read(damaged, 0, 20).part(device, kept)], [], device, SMALL)
+    reading.run(batches, out, out)
+    check(out, [Read(last, 0, 20)])

@@ -338,6 +338,29 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
             begin(device, [(method, "keys", unit)], strategies.moment(1, 1, 32))
 
 
+@pytest.mark.parametrize("name", [*TRANSFORMS, *ROTATED])
+def test_a_unit_is_sealed_in_the_basis_of_the_one_before(device: torch.device, name: str) -> None:
+    units = [strategies.unit(("normal", "clusters"), seed, 65, 64) for seed in (1, 2)]
+    moment = strategies.moment(5, 2, 64)
+    settings: list[tuple[dict[str, Any], bool]] = [({"lifetime": 0.0}, True), ({"lifetime": 1e9}, name == "oscar")]
+    for parameters, same in settings:
+        method = core_methods.get(name, **({} if name == "oscar" else parameters))
+        first = begin(device, [(method, "keys", units[0]), (method, "values", units[0])], moment).wait()
+        second = begin(device, [(method, "keys", units[1]), (method, "values", units[1])], moment, first).wait()
+        for before, after, kind in zip(first, second, KINDS, strict=True):
+            assert (after.arrays["shared_basis"] is before.arrays["shared_basis"]) == same
+            if same:
+                reference = method.seal(kind, units[1], moment, numpy_of(before))
+                check_errors(numpy_of(after), reference, units[1])
+
+
+def test_a_basis_elsewhere_is_refused(device: torch.device) -> None:
+    method, unit = core_methods.get("klt"), strategies.unit(("normal",), 1, 40, 32)
+    before = [sealed.to("meta") for sealed in begin(device, [(method, "keys", unit)]).wait()]
+    with pytest.raises(DeviceError, match="chunk 7, keys: the basis of the unit before is on meta"):
+        begin(device, [(method, "keys", unit)], None, before)
+
+
 def test_a_codebook_elsewhere_is_no_warm_start(device: torch.device) -> None:
     method = core_methods.get("quantwm", warm_start=True, iterations=0)
     unit = strategies.unit(("normal",), 1, 40, 32)

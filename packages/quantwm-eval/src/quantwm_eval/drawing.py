@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from quantwm_eval.experiment import CONTROL
 from quantwm_eval.results import Cell, Results
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart; the control is black.
-COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#d55e00", "#0072b2", "#cc79a7")
-MARKERS = "osD^vP"
+# Okabe and Ito's palette, which colour-blind readers can tell apart, and three more; the control is black.
+COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#d55e00", "#0072b2", "#cc79a7", "#8c6d31", "#999999", "#332288")
+MARKERS = "osD^vPX*<"
 STYLE: Any = {  # matplotlib types its keys as one long literal
     "svg.fonttype": "none",
     "svg.hashsalt": "quantwm",

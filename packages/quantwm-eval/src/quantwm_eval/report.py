@@ -74,7 +74,7 @@ def page(results: Results, gallery: Gallery, reels: Sequence[Reel], more: Sequen
     source = resources.files("quantwm_eval") / "templates"
     return environment.get_template("report.html.j2").render(
         style=(source / "report.css").read_text(encoding="utf-8"),
-        script=(source / "player.js").read_text(encoding="utf-8"),
+        script="".join((source / name).read_text(encoding="utf-8") for name in ("player.js", "wipe.js")),
         results=results,
         experiment=results.experiment,
         provenance=results.provenance,

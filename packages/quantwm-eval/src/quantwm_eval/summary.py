@@ -17,6 +17,7 @@ MAIN = (
     ("state_bytes", "walk"),
     ("psnr", "walk"),
     ("ssim", "walk"),
+    ("lpips", "walk"),
     ("temporal_flickering", "walk"),
     ("excess_flicker", "walk"),
     ("excess_flicker_max", "walk"),
@@ -24,6 +25,7 @@ MAIN = (
     ("logit_error", "walk"),
     ("balls_redrawn", "look-away"),
     ("seconds", "walk"),
+    ("drift", "walk"),
 )
 """Columns of the main table: quantity, and the kind of episode that it is taken from."""
 
@@ -163,7 +165,8 @@ def entry(quantity: Quantity, found: Estimate, best: bool) -> Entry:
         text = f"{round(found.mean * found.n)} of {found.n}"
         return Entry(text, f"{100 * found.low:.0f}–{100 * found.high:.0f} %", best)
     low, high = number(quantity, found.low), number(quantity, found.high)
-    interval = f"{low.removesuffix(' %').removesuffix(' KiB')}–{high}"
+    dash = " to " if low.startswith("-") else "–"
+    interval = f"{low.removesuffix(' %').removesuffix(' KiB')}{dash}{high}"
     return Entry(number(quantity, found.mean), "" if low == high else interval, best)
 
 

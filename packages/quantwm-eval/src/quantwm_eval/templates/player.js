@@ -22,6 +22,7 @@
   function label(frame) {
     scrub.value = String(frame);
     shown.textContent = `${frame + 1} / ${last() + 1}`;
+    player.dispatchEvent(new Event("frame"));
   }
 
   function seek(frame) {
@@ -74,6 +75,7 @@
       difference.hidden = !differ.checked;
       screen.querySelector(".plain").hidden = differ.checked;
     }
+    player.dispatchEvent(new Event("frame"));
   }
 
   function choose(index) {
@@ -83,6 +85,7 @@
     reels.forEach((reel, i) => { reel.hidden = i !== current; });
     buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(i === current)));
     scrub.max = String(last());
+    player.dispatchEvent(new Event("scene"));
     seek(0);
     if (again) start();
   }
@@ -94,6 +97,7 @@
   differ.addEventListener("change", showDifference);
   player.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.target.closest(".wipe")) return;  // arrows move the dividing line there
     const onButton = event.target instanceof HTMLButtonElement || event.target === differ;
     const actions = {
       " ": () => (playing ? stop() : start()),

@@ -54,8 +54,8 @@ def write(
 def read_parts(
     row, stream, tokens, codes, scales, zeros, super_scale, step, zero, table, chosen, product, four, first, local,
     exists, out, stride, PART: tl.constexpr, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
-    STAGES: tl.constexpr, RANK: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
+    STAGES: tl.constexpr, TABLE_BITS: tl.constexpr, RANK: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Reconstruct and store a tile's channels from part ``PART``.
 
@@ -72,12 +72,13 @@ def read_parts(
         )  # fmt: skip
     number = clustered(
         row, stream, tokens, codes, step, zero, table, chosen, product, four, first, local, exists, word,
-        inside, PART, CHANNELS, STAGES, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+        inside, PART, CHANNELS, STAGES, TABLE_BITS, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
     )  # fmt: skip
     if width * (PART + 1) < CHANNELS:
         read_parts(
             row, stream, tokens, codes, scales, zeros, super_scale, step, zero, table, chosen, product, four, first,
-            local, exists, out, stride, PART + 1, FORM, CHANNELS, GROUP, STAGES, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            local, exists, out, stride, PART + 1, FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, WORDS, LANES,
+            ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
     write(out, number, local, exists, stride, PART * width, CHANNELS, LANES, ALIGNED, width)
 
@@ -119,7 +120,8 @@ def read_tokens(
                 )  # fmt: skip
             read_parts(
                 row, stream, tokens, codes, scales, zeros, super_scale, four, four, table, chosen, product, four, first,
-                local, exists, place, stride, 0, FORM, CHANNELS, GROUP, STAGES, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+                local, exists, place, stride, 0, FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, WORDS, LANES, ALIGNED,
+                BLOCK_TOKENS,
             )  # fmt: skip
         elif FORM == TRANSFORM or FORM == ROTATED:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
             total = transformed(

@@ -1,4 +1,4 @@
-"""Sealing with a transform code on a GPU: all streams of a tensor together, in torch operations on FP64.
+"""Sealing with a transform code on a GPU: all streams of a tensor together, in torch operations on FP64 up to the coefficients.
 
 Formulas stand in :mod:`quantwm_core.transform` and :mod:`quantwm_core.basis`. How many directions a stream has differs, so
 rows are padded with zeros to the most. How many bits they get is decided on the host, which therefore waits: this runs
@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantwm_core import allocation, basis, directions
+from quantwm_core import allocation, basis
 from quantwm_core.allocation import BLOCK
 from quantwm_core.errors import ShapeError
 from quantwm_core.transform import Allocate
+from quantwm_kernels.triton import directions
 
 Arrays = dict[str, Tensor]
 
@@ -204,64 +205,16 @@ def encode(sources: Sources, plans: Plans, shape: tuple[int, int]) -> Arrays:
     for row, blocks in zip(widths, plans.blocks, strict=True):
         own = allocation.widths(blocks)
         row[: len(own)] = own
-    table = _Table.of(widths, device)
-    steps = search_steps(coefficients, table)
-    codes = quantize(coefficients, table, steps)
-    packed = [pack(each, blocks).flatten() for each, blocks in zip(codes, plans.blocks, strict=True)]
+    table = torch.from_numpy(widths).to(device)
+    steps = directions.search_steps(coefficients, table)
     loud = torch.ldexp(steps.float(), sources.exponents[:, None]).bfloat16()
     return {
-        "codes": torch.cat(packed),
+        "codes": directions.packed(coefficients, table, steps, plans.blocks.tolist()),
         "blocks": torch.from_numpy(plans.blocks).to(device).view(*shape, 3),
         "order": _flat(plans.order.to(torch.uint8), plans.rows.counts),
         "steps": _flat(loud, plans.rows.counts),
         "means": sources.means.view(*shape, -1),
     }
-
-
-class _Table(NamedTuple):
-    """What quantizers of given widths do, FP32 ``[S, 1, K]`` each: best step of a unit normal, shift, highest code."""
-
-    unit: Tensor
-    shift: Tensor
-    highest: Tensor
-
-    @classmethod
-    def of(cls, widths: np.ndarray, device: torch.device) -> _Table:
-        best = {0: 0.0, **directions.BEST_STEPS}
-        shift = {0: 0.0} | {width: offset - 2 ** (width - 1) for width, offset in directions.OFFSETS.items()}
-        parts = (np.vectorize(best.get)(widths), np.vectorize(shift.get)(widths), 2.0**widths - 1)
-        return cls(*(torch.tensor(part, dtype=torch.float32, device=device)[:, None] for part in parts))
-
-
-def search_steps(coefficients: Tensor, table: _Table) -> Tensor:
-    """BF16 ``[S, K]`` steps with the smallest squared error; the first of equals."""
-    spread = coefficients.square().mean(1).sqrt()
-    best = torch.zeros_like(spread, dtype=torch.bfloat16)
-    least = torch.full_like(spread, torch.inf)
-    for factor in directions.FACTORS:
-        steps = (spread * table.unit[:, 0] * factor).bfloat16()
-        coded = (quantize(coefficients, table, steps) + table.shift) * steps.float()[:, None]
-        error = (coefficients - coded).square().sum(1)
-        best, least = torch.where(error < least, steps, best), torch.minimum(error, least)
-    return best
-
-
-def quantize(coefficients: Tensor, table: _Table, steps: Tensor) -> Tensor:
-    """FP32 ``[S, N, K]`` codes, to nearest and even."""
-    wide = steps.float()[:, None]
-    ratio = coefficients / torch.where(wide > 0, wide, torch.inf)
-    return torch.minimum((ratio - table.shift).round().clamp(min=0), table.highest)
-
-
-def pack(codes: Tensor, blocks: np.ndarray) -> Tensor:
-    """uint8 ``[N, bytes]`` of a stream's codes ``[N, K]``; :func:`quantwm_core.blocks.pack` on a device."""
-    eight, four, two = (BLOCK * int(count) for count in blocks)
-    whole = codes.to(torch.uint8)
-    halves = whole[:, eight : eight + four].unflatten(1, (-1, 2)) if four else whole.new_zeros(len(codes), 0, 2)
-    end = eight + four + two
-    quarters = whole[:, eight + four : end].unflatten(1, (-1, 4)) if two else whole.new_zeros(len(codes), 0, 4)
-    quads = quarters[..., 0] | quarters[..., 1] << 2 | quarters[..., 2] << 4 | quarters[..., 3] << 6
-    return torch.cat([whole[:, :eight], halves[..., 0] | halves[..., 1] << 4, quads], 1)
 
 
 def _in_basis(
