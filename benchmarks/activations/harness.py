@@ -7,7 +7,8 @@ no method has statistics for, and those that nobody asks afterwards are left out
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -53,9 +54,18 @@ class Score:
     value_error: float
     output_error: float
 
-    def row(self) -> dict[str, object]:
-        """As a line of JSON holds it, figures to five digits."""
-        return {name: float(f"{v:.5g}") if isinstance(v, float) else v for name, v in asdict(self).items()}
+
+def lines(scores: Sequence[Score]) -> list[dict[str, object]]:
+    """What is kept: a line for each input and method, figures averaged over layers, to five digits."""
+    groups: dict[tuple[str, str, str], list[Score]] = {}
+    for score in scores:
+        groups.setdefault((score.model, score.source, score.method), []).append(score)
+    figures = [each.name for each in fields(Score) if each.type == "float"]
+    return [
+        {"model": model, "source": source, "method": method, "layers": len(own)}
+        | {name: float(f"{sum(getattr(score, name) for score in own) / len(own):.5g}") for name in figures}
+        for (model, source, method), own in groups.items()
+    ]
 
 
 def relative(exact: np.ndarray, approximate: np.ndarray) -> float:

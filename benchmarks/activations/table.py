@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from quantwm_eval.estimate import Estimate, bootstrap
 
-Rows = list[Mapping[str, float]]
+Rows = list[Mapping[str, Any]]
+"""Lines of one method, an input each."""
 BITS = {"key_bits": "key bits", "value_bits": "value bits", "shared_bits": "shared", "state_bits": "state"}
 # Title, factor and digits of each error.
 ERRORS = {
@@ -21,11 +22,8 @@ ERRORS = {
 
 
 def by_source(rows: Rows, name: str) -> dict[object, float]:
-    """Mean over layers, of each input."""
-    values: dict[object, list[float]] = defaultdict(list)
-    for row in rows:
-        values[row["source"]].append(row[name])
-    return {source: sum(each) / len(each) for source, each in values.items()}
+    """Value of each input."""
+    return {row["source"]: row[name] for row in rows}
 
 
 def text(found: Estimate, factor: float, digits: int) -> str:
@@ -35,18 +33,24 @@ def text(found: Estimate, factor: float, digits: int) -> str:
 
 
 def ratio(rows: Rows, reference: Rows, name: str) -> Estimate:
-    """Of the means over layers, input by input."""
+    """Input by input."""
     ours, theirs = by_source(rows, name), by_source(reference, name)
     return bootstrap([ours[source] / theirs[source] for source in ours if source in theirs])
 
 
-def markdown(path: Path) -> str:
-    """A table of one model's lines, methods as they were measured, ratios to the first setting of ``quantwm``, the paper's."""
-    methods: dict[str, Rows] = defaultdict(list)
+def markdown(path: Path, order: Sequence[str]) -> str:
+    """A table of one model's lines.
+
+    Args:
+        path: Lines of JSON.
+        order: Labels, as they shall stand; others come last. Ratios are to the first setting of ``quantwm``, the paper's.
+    """
+    methods: dict[str, Rows] = {label: [] for label in order}
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        methods[row["method"]].append(row)
-    paper = next(rows for method, rows in methods.items() if method.startswith("quantwm"))
+        methods.setdefault(row["method"], []).append(row)
+    methods = {label: rows for label, rows in methods.items() if rows}
+    paper = next(rows for label, rows in methods.items() if label.startswith("quantwm"))
     heads = ["method", *BITS.values(), *(title for title, _, _ in ERRORS.values()), "logit error to the paper's"]
     lines = [heads, ["---"] * len(heads)]
     for method, rows in methods.items():

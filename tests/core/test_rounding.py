@@ -77,7 +77,7 @@ def test_feedback_costs_the_logits_less_than_nearest_codes(seed: int, rank: int)
     code = affine.encode(values, 32, 3)
     refined = rounding.refine(values, code, rounding.feedback(moment, basis))
     nearest, fed = (_cost(values - affine.decode(each), metric).sum() for each in (code, refined))
-    assert fed < 0.7 * nearest
+    assert fed < 0.85 * nearest
     plain, shaped = (np.square(values - affine.decode(each)).sum() for each in (code, refined))
     assert plain < shaped  # it is no better code for nothing in particular
     for name in ("scales", "zero_points", "super_scale"):

@@ -25,7 +25,7 @@ from jaxtyping import BFloat16, Float32
 from quantwm_core import affine, packing, scales, statistics
 from quantwm_core.affine import AffineCode
 
-DAMP = 0.05
+DAMP = 0.2
 """Share of the identity in the metric, in units of the mean query energy of a channel."""
 
 
@@ -45,7 +45,7 @@ def feedback(
     Two channels that the queries see with opposite signs err alike:
 
     >>> feedback(np.float32([[[1.0, -1.0], [-1.0, 1.0]]])).round(2)
-    array([[[0.  , 0.95],
+    array([[[0.  , 0.83],
             [0.  , 0.  ]]], dtype=float32)
     """
     metric = statistics.normalised(mean).astype(np.float64)
