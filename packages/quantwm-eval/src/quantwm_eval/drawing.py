@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +58,19 @@ def cells_of(results: Results, kind: str, label: str) -> list[Cell]:
     return [cell for cell in results.cells if cell.kind == kind and cell.method == label]
 
 
-def canvas() -> tuple[Figure, Axes]:
-    """An empty figure of the size that all have."""
-    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
+def canvas(height: float = 3.6) -> tuple[Figure, Axes]:
+    """An empty figure as wide as all are, ``height`` inches high."""
+    figure = Figure(figsize=(7.2, height), layout="constrained")
     return figure, figure.subplots()
+
+
+def legend_columns(labels: Sequence[str]) -> int:
+    """How many labels fit beside each other.
+
+    >>> legend_columns(["kivi", "qvg"]), legend_columns(["quantwm:metric=uniform:candidates=1"] * 4)
+    (2, 1)
+    """
+    return max(1, min(len(labels), 66 // (max(map(len, labels)) + 7)))
 
 
 def svg(figure: Figure) -> bytes:

@@ -14,6 +14,9 @@ from quantwm_eval import lines, summary
 from quantwm_eval.drawing import MARKERS, STYLE, Plot, canvas, cells_of, colours, svg
 from quantwm_eval.results import Results
 
+PANELS = 5
+"""Heat maps that stand beside each other."""
+
 
 def all_plots(results: Results) -> list[Plot]:
     """Every plot for which there are figures."""
@@ -41,7 +44,8 @@ def quality_by_bits(results: Results, kind: str) -> Plot | None:
                 bits.mean, quality.mean, spread, fmt=MARKERS[index % len(MARKERS)],
                 color=colours(results)[label], capsize=3, markersize=8,
             )  # fmt: skip
-            axes.annotate(label, (bits.mean, quality.mean), (9, 5), textcoords="offset points")
+            offset = (9, -12 if index % 2 else 5)  # neighbours are often close
+            axes.annotate(label, (bits.mean, quality.mean), offset, textcoords="offset points")
         axes.margins(x=0.25)
         axes.set(xlabel="bits per element, every stored byte counted", ylabel="PSNR against BF16, dB")
         picture = svg(figure)
@@ -65,13 +69,19 @@ def shift_by_head(results: Results, kind: str) -> Plot | None:
         return None
     top = max(float(np.nanmax(grid)) for grid in grids.values()) or 1.0
     with mpl.rc_context(STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(7.2, 3.6), layout="constrained")
-        panels = figure.subplots(1, len(grids), squeeze=False, sharey=True)[0]
+        columns = min(len(grids), PANELS)
+        rows = -(-len(grids) // columns)
+        figure = Figure(figsize=(7.2, 3.6 * rows), layout="constrained")
+        panels = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
         shades = ScalarMappable(Normalize(0, top), "magma_r")
-        for axes, (label, grid) in zip(panels, grids.items(), strict=True):
+        for axes, (label, grid) in zip(panels, grids.items(), strict=False):
             axes.imshow(grid, cmap=shades.get_cmap(), norm=shades.norm, aspect="auto")
-            axes.set(title=label, xlabel="head", xticks=range(grid.shape[1]), yticks=range(grid.shape[0]))
-        panels[0].set_ylabel("layer")
+            axes.set_title(label.replace(":", "\n"), fontsize=9)
+            axes.set(xlabel="head", xticks=range(grid.shape[1]), yticks=range(grid.shape[0]))
+        for axes in panels[::columns]:
+            axes.set_ylabel("layer")
+        for axes in panels[len(grids) :]:
+            axes.set_axis_off()
         figure.colorbar(shades, ax=list(panels), label="queries shifted, %")
         picture = svg(figure)
     worst = "; ".join(

@@ -10,7 +10,7 @@ import matplotlib as mpl
 import numpy as np
 from jaxtyping import Float64
 
-from quantwm_eval.drawing import STYLE, Plot, canvas, cells_of, colours, svg
+from quantwm_eval.drawing import STYLE, Plot, canvas, cells_of, colours, legend_columns, svg
 from quantwm_eval.experiment import CONTROL
 from quantwm_eval.metrics.psnr import decibels
 from quantwm_eval.results import Results
@@ -86,12 +86,13 @@ def draw(results: Results, kind: str, lines: Lines) -> Plot | None:
     if not known:
         return None
     with mpl.rc_context(STYLE):
-        figure, axes = canvas()
+        columns = legend_columns(list(found))
+        figure, axes = canvas(3.4 + 0.22 * -(-len(found) // columns))
         for label, line in found.items():
             positions = np.arange(1, len(line) + 1)
             axes.plot(positions, line, color=colours(results)[label], label=label, linewidth=1.8)
         axes.set(xlabel=lines.across, ylabel=lines.up)
-        axes.legend(ncols=min(len(found), 5), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        figure.legend(ncols=columns, loc="outside upper center")
         picture = svg(figure)
     told = "; ".join(f"{label} from {_ends(line, lines.digits)}" for label, line in known.items())
     return Plot(lines.title, lines.caption, f"Line plot, {lines.up} by {lines.across}: {told}.", picture)
