@@ -44,6 +44,7 @@ SHAPES = {
     "matrix-game": (2640, 12, 128),
 }
 METHODS = ("quantwm", "qvg", "klt", "oscar", "bf16")
+PRODUCTS = ("klt", "oscar")
 CENTROIDS, GROUP, RANK = 256, 64, 8
 RESULTS = Path(__file__).parent / "results" / "decode.jsonl"
 REPEATS, CALLS = 15, 10
@@ -96,7 +97,7 @@ def random_tensor(kind: str, method: str, shape: tuple[int, int, int], generator
     full = (1, heads, tokens, channels)
     if method == "bf16":
         return SealedTensor(method, {}, full, {"exact": normal(tokens, channels)})
-    if method in ("klt", "oscar"):
+    if method in PRODUCTS:
         return SealedTensor(method, {}, full, random_products(method, shape, generator))
     arrays = {
         "codes": integers(0, 256 if method == "quantwm" else 255, tokens, packed_size(channels)),
@@ -213,14 +214,19 @@ class Subject:
         return calls
 
 
-def launches(channels: int) -> Iterator[Launch]:
-    """Launch parameters worth a try: 8 to 128 elements a thread."""
-    for tokens, warps in itertools.product((16, 32, 64), (1, 2, 4, 8)):
+def usual(method: str) -> Launch:
+    """Launch parameters that a read takes by itself."""
+    return LAUNCHES["read_product" if method in PRODUCTS else "read"]
+
+
+def launches(method: str, channels: int) -> Iterator[Launch]:
+    """Launch parameters worth a try: 8 to 128 elements a thread,."""
+    products = method in PRODUCTS
+    for tokens, warps in itertools.product((32, 64, 128) if products else (16, 32, 64), (1, 2, 4, 8)):
         if 8 <= tokens * channels / (32 * warps) <= 128:
-            for programs, most in itertools.product((12, 24), (8, 32)):
-                yield replace(
-                    LAUNCHES["read"], warps=warps, blocks={"BLOCK_TOKENS": tokens}, programs=programs, most_tiles=most
-                )
+            for programs, most in itertools.product((2, 4, 8) if products else (12, 24), (8, 32)):
+                blocks = {"BLOCK_TOKENS": tokens}
+                yield replace(usual(method), warps=warps, blocks=blocks, programs=programs, most_tiles=most)
 
 
 def described(launch: Launch) -> dict[str, int]:
@@ -264,7 +270,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--method", choices=METHODS, action="append")
-    parser.add_argument("--sweep", action="store_true", help="try other launch parameters (quantwm only)")
+    parser.add_argument(
+        "--sweep", action="store_true", help="try other launch parameters (quantwm unless --method says otherwise)"
+    )
     arguments = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     copier, known = Copier(device), environment()
@@ -274,7 +282,7 @@ def main() -> None:
     for name, method in itertools.product(arguments.shape or SHAPES, methods):
         subject = Subject(method, SHAPES[name], device)
         tried = []
-        for launch in launches(SHAPES[name][2]) if arguments.sweep else (LAUNCHES["read"],):
+        for launch in launches(method, SHAPES[name][2]) if arguments.sweep else (usual(method),):
             calls = subject.calls(launch)
             took = seconds(calls, copier)
             share = subject.nbytes / took / bandwidth
