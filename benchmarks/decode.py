@@ -32,7 +32,7 @@ from quantwm_core.method import decode_tensor
 from quantwm_core.packing import nibble_size, packed_size
 from quantwm_kernels.bridge import to_torch
 from quantwm_kernels.chunk import SealedChunk, SealedTensor
-from quantwm_kernels.launch import LAUNCHES, Launch
+from quantwm_kernels.launch import Launch
 from quantwm_kernels.reading import Piece, ReadPlan, launch_of
 from quantwm_kernels.recipe import Recipe, describe
 
@@ -46,6 +46,7 @@ SHAPES = {
     "matrix-game": (2640, 12, 128),
 }
 METHODS = ("quantwm", "sharp", "qvg", "klt", "oscar", "bf16")  # sharp: the preset of quantwm
+PRODUCTS = ("klt", "oscar")
 CENTROIDS, GROUP, RANK = 256, 64, 8
 SHARP_GROUP, SHARP_RANK = 32, 16
 RESULTS = Path(__file__).parent / "results" / "decode.jsonl"
@@ -99,7 +100,7 @@ def random_tensor(kind: str, method: str, shape: tuple[int, int, int], generator
     full = (1, heads, tokens, channels)
     if method == "bf16":
         return SealedTensor(method, {}, full, {"exact": normal(tokens, channels)})
-    if method in ("klt", "oscar"):
+    if method in PRODUCTS:
         return SealedTensor(method, {}, full, random_products(method, shape, generator))
     arrays = {
         "codes": integers(0, 255 if method == "qvg" else 256, tokens, packed_size(channels)),
@@ -244,13 +245,14 @@ def peer_seconds(shape: tuple[int, int, int], copies: int, copier: Copier) -> fl
     return seconds([peer.reader(each) for each in sealed], copier)
 
 
-def launches(channels: int) -> Iterator[Launch]:
-    """Launch parameters worth a try: 8 to 128 elements a thread."""
-    for tokens, warps in itertools.product((16, 32, 64), (1, 2, 4, 8)):
+def launches(method: str, usual: Launch, channels: int) -> Iterator[Launch]:
+    """Launch parameters worth a try: 16 to 64 elements a thread."""
+    products = method in PRODUCTS
+    for tokens, warps in itertools.product((32, 64, 128) if products else (16, 32, 64), (1, 2, 4, 8)):
         if 16 <= tokens * channels / (32 * warps) <= 64:
-            for programs, most, registers in itertools.product((16, 32), (8, 32), (0, 96)):
+            for programs, most, registers in itertools.product((4, 16, 32), (8, 32), (0, 96)):
                 yield replace(
-                    LAUNCHES["read"], warps=warps, blocks={"BLOCK_TOKENS": tokens}, programs=programs, most_tiles=most,
+                    usual, warps=warps, blocks={"BLOCK_TOKENS": tokens}, programs=programs, most_tiles=most,
                     registers=registers,
                 )  # fmt: skip
 
@@ -304,7 +306,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--method", choices=METHODS, action="append")
-    parser.add_argument("--sweep", action="store_true", help="try other launch parameters (quantwm only)")
+    parser.add_argument(
+        "--sweep", action="store_true", help="try other launch parameters (quantwm unless --method says otherwise)"
+    )
     arguments = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     copier, known = Copier(device), environment()
@@ -314,7 +318,7 @@ def main() -> None:
     for name, method in itertools.product(arguments.shape or SHAPES, methods):
         subject = Subject(method, SHAPES[name], device)
         tried = []
-        for launch in launches(SHAPES[name][2]) if arguments.sweep else (subject.launch,):
+        for launch in launches(method, subject.launch, SHAPES[name][2]) if arguments.sweep else (subject.launch,):
             calls = subject.calls(launch)
             took = seconds(calls, copier)
             share = subject.nbytes / took / bandwidth

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from quantwm_core import allocation, attention, methods
-from quantwm_core.chunk import SealedTensor
+from quantwm_core.chunk import Kind, SealedTensor
 from quantwm_core.method import decode_tensor
 from quantwm_core.statistics import QueryMoment, second_moment
 from tests.core import strategies
@@ -73,3 +73,12 @@ def test_a_head_without_a_single_bit_decodes_to_its_mean() -> None:
     assert not sealed.arrays["blocks"][0, 0].any()
     decoded = decode_tensor(sealed).astype(np.float32)
     np.testing.assert_allclose(decoded[:, 0].std(axis=1), 0, atol=0)
+
+
+def test_values_may_have_other_bits_than_keys() -> None:
+    unit, _ = _recording()
+    method = methods.get("klt", bits=1.5, value_bits=3.0)
+    kinds: tuple[tuple[Kind, int], ...] = (("keys", 12), ("values", 24))
+    for kind, nbytes in kinds:
+        counts = method.seal(kind, unit).arrays["blocks"]
+        assert {allocation.token_bytes(each) for each in counts.reshape(-1, 3)} == {nbytes}

@@ -337,6 +337,7 @@ def test_the_unit_before_changes_nothing_but_a_warm_start_and_what_is_shared(var
         ("kivi", {"residual_length": -1}, "residual length -1"),
         ("klt", {"bits": 0.25}, "klt bits 0.25: need 0.5 to 8"),
         ("klt", {"bits": float("nan")}, "klt bits nan"),
+        ("klt", {"value_bits": 9.0}, "klt bits 9.0"),
         ("klt", {"tolerance": 1.0}, "klt tolerance 1.0"),
         ("klt", {"damp": 0.0}, "damp 0.0"),
         ("klt", {"lifetime": -1.0}, "lifetime -1.0"),

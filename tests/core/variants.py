@@ -14,7 +14,7 @@ PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "klt": [
         {},
         {"bits": 1.25, "damp": 2.0, "lifetime": 0.0},
-        {"bits": 3.0, "allocation": "layer"},
+        {"bits": 3.0, "value_bits": 1.5, "allocation": "layer"},
         {"tolerance": 0.05, "lifetime": 1000.0},
     ],
     "kvtc": [{}, {"bits": 2.5, "lifetime": 0.0}],

@@ -354,6 +354,14 @@ def test_a_unit_is_sealed_in_the_basis_of_the_one_before(device: torch.device, n
                 check_errors(numpy_of(after), reference, units[1])
 
 
+def test_streams_may_be_taken_a_few_at_a_time(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantwm_kernels.triton.transform_sealing.MOST_WIDE", 65 * 64 * 2)
+    method, unit = core_methods.get("klt"), strategies.unit(("normal", "clusters", "channels"), 1, 65, 64)
+    moment = strategies.moment(5, 3, 64)
+    (sealed,) = begin(device, [(method, "keys", unit)], moment).wait()
+    check(sealed, unit, method, "keys", moment)
+
+
 def test_a_basis_elsewhere_is_refused(device: torch.device) -> None:
     method, unit = core_methods.get("klt"), strategies.unit(("normal",), 1, 40, 32)
     before = [sealed.to("meta") for sealed in begin(device, [(method, "keys", unit)]).wait()]

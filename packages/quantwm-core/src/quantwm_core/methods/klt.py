@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import BFloat16, Float64, UInt8
 
 from quantwm_core import allocation, cost, transform
-from quantwm_core.chunk import Kind, SealedTensor
+from quantwm_core.chunk import KINDS, Kind, SealedTensor
 from quantwm_core.errors import ParameterError
 from quantwm_core.statistics import QueryMoment
 
@@ -33,6 +33,7 @@ class Klt:
 
     Attributes:
         bits: Code bits an element; steps, means and the basis come on top.
+        value_bits: Those of values, where they are to have others than keys.
         tolerance: Expected error relative to the energy at which a stream has bits enough: a target instead of a rate, up
             to 8 bits. 0 spends ``bits``.
         allocation: Whether the bits of a ``"head"`` are its own or the heads of a ``"layer"`` share theirs.
@@ -42,6 +43,7 @@ class Klt:
     """
 
     bits: float = 2.0
+    value_bits: float | None = None
     tolerance: float = 0.0
     allocation: str = "head"
     damp: float = 0.5
@@ -52,7 +54,8 @@ class Klt:
     def __post_init__(self) -> None:
         if self.allocation not in ALLOCATIONS:
             raise ParameterError(f"klt allocation {self.allocation!r}: known: {', '.join(ALLOCATIONS)}")
-        transform.check_bits("klt", self.bits)
+        for kind in KINDS:
+            transform.check_bits("klt", self.rate(kind))
         if not 0 <= self.tolerance < 1 or not 0 < self.damp < math.inf or not 0 <= self.lifetime < math.inf:
             raise ParameterError(
                 f"klt tolerance {self.tolerance}, damp {self.damp}, lifetime {self.lifetime}: "
@@ -62,6 +65,10 @@ class Klt:
     def uses_queries(self, kind: Kind) -> bool:
         """For keys."""
         return kind == "keys"
+
+    def rate(self, kind: Kind) -> float:
+        """Code bits an element."""
+        return self.bits if kind == "keys" or self.value_bits is None else self.value_bits
 
     def array_names(self, kind: Kind) -> tuple[str, ...]:
         """Parts of a transform code."""
@@ -94,7 +101,7 @@ class Klt:
         if kind == "keys" and moment is not None:
             metrics = moment.mean.astype(np.float64)
         kept = transform.kept_basis(previous, self.name, (batch, heads), channels)
-        allocate = partial(self.allocate, channels)
+        allocate = partial(self.allocate, kind, channels)
         arrays = transform.seal(values, metrics, self.damp, allocate, kept, self.lifetime)
         return SealedTensor(self.name, asdict(self), (batch, heads, tokens, channels), arrays)
 
@@ -107,14 +114,14 @@ class Klt:
     def nbytes(self, kind: Kind, shape: tuple[int, int, int, int], first: bool) -> int:
         """As if every stream gave two bits to as many directions as it can, in a basis of its own."""
         batch, heads, tokens, channels = shape
-        per_token = channels if self.tolerance else allocation.budget(self.bits, channels)
+        per_token = channels if self.tolerance else allocation.budget(self.rate(kind), channels)
         return batch * heads * cost.transform_most_nbytes(tokens, channels, per_token)
 
     def allocate(
-        self, channels: int, energies: Sequence[Float64[np.ndarray, " _blocks"]]
+        self, kind: Kind, channels: int, energies: Sequence[Float64[np.ndarray, " _blocks"]]
     ) -> UInt8[np.ndarray, "streams 3"]:
         """Blocks of 8, 4 and 2 bits for streams of ``channels``, given the energies of their blocks."""
-        nbytes = channels if self.tolerance else allocation.budget(self.bits, channels)
+        nbytes = channels if self.tolerance else allocation.budget(self.rate(kind), channels)
         if self.allocation == "layer":
             return allocation.water_fill(energies, nbytes * len(energies), self.tolerance)
         return np.concatenate([allocation.water_fill([each], nbytes, self.tolerance) for each in energies])

@@ -68,7 +68,7 @@ class Kvtc:
         """
         batch, heads, tokens, channels = values.shape
         kept = transform.kept_basis(previous, self.name, (batch, heads), channels)
-        allocate = partial(self.allocate, channels)
+        allocate = partial(self.allocate, kind, channels)
         uniform = np.zeros((batch, heads, channels, channels))
         arrays = transform.seal(values, uniform, 0.0, allocate, kept, self.lifetime)
         return SealedTensor(self.name, asdict(self), (batch, heads, tokens, channels), arrays)
@@ -85,7 +85,7 @@ class Kvtc:
         return batch * heads * cost.transform_most_nbytes(tokens, channels, allocation.budget(self.bits, channels))
 
     def allocate(
-        self, channels: int, energies: Sequence[Float64[np.ndarray, " _blocks"]]
+        self, kind: Kind, channels: int, energies: Sequence[Float64[np.ndarray, " _blocks"]]
     ) -> UInt8[np.ndarray, "streams 3"]:
         """Blocks of 8, 4 and 2 bits for streams of ``channels``, given the energies of their blocks."""
         nbytes = allocation.budget(self.bits, channels)

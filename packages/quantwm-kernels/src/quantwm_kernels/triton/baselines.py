@@ -18,7 +18,16 @@ from quantwm_core.errors import ShapeError
 from quantwm_core.methods.oscar import SHARES, hadamard
 from quantwm_kernels.affine import AffineCode
 from quantwm_kernels.triton import packing, scales
-from quantwm_kernels.triton.transform_sealing import Arrays, Rows, Stored, fit, kept_rows, projector, store
+from quantwm_kernels.triton.transform_sealing import (
+    Arrays,
+    Rows,
+    Stored,
+    fit,
+    kept_rows,
+    power_of_two,
+    projector,
+    store,
+)
 
 
 def encode_channels(values: Tensor, size: int) -> AffineCode:
@@ -79,8 +88,8 @@ def encode_rotated(
     if channels % BLOCK:
         raise ShapeError(f"head dimension {channels}: oscar needs a multiple of {BLOCK}")
     flat = values.flatten(0, 1)
-    exponents = torch.frexp(flat.float().abs().amax((1, 2))).exponent[:, None, None]
-    scaled = torch.ldexp(flat.double(), -exponents)
+    exponents = torch.frexp(flat.abs().amax((1, 2)).float()).exponent[:, None, None]
+    scaled = flat.double() * power_of_two(-exponents)
     moments, known = _moments(scaled.mT @ scaled / tokens if own else moment, len(flat), values)
     fitted, stored = _rotation(kept, moments, known, (batch, heads))
     rotated = scaled @ projector(stored.rows, torch.eye(channels, dtype=torch.float64, device=values.device)).mT
@@ -93,7 +102,10 @@ def encode_rotated(
     best = torch.stack(costs).argmin(0)
     streams = torch.arange(len(flat), device=values.device)
     codes, step, low = (torch.stack(part)[best, streams] for part in zip(*tried, strict=True))
-    loud = [torch.ldexp(part.float(), exponents).bfloat16().view(batch, heads, tokens, -1) for part in (step, low)]
+    loud = [
+        (part.double() * power_of_two(exponents)).float().bfloat16().view(batch, heads, tokens, -1)
+        for part in (step, low)
+    ]
     packed = packing.pack(codes.view(batch, heads, tokens, channels))
     return {"codes": packed, "scales": loud[0], "minima": loud[1], "shared_fitted": fitted, **stored.arrays}
 

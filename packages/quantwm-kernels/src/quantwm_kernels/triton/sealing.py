@@ -121,9 +121,11 @@ def _later(job: Asked, moment: QueryMoment | None) -> Callable[[], Arrays] | Non
     kept = _kept(job)
     match job.method:
         case Klt(damp=damp, lifetime=lifetime, allocate=allocate):
-            return partial(transform_sealing.seal, job.exact, mean, damp, partial(allocate, channels), kept, lifetime)
+            allocated = partial(allocate, job.kind, channels)
+            return partial(transform_sealing.seal, job.exact, mean, damp, allocated, kept, lifetime)
         case Kvtc(lifetime=lifetime, allocate=allocate):
-            return partial(transform_sealing.seal, job.exact, None, 0.0, partial(allocate, channels), kept, lifetime)
+            allocated = partial(allocate, job.kind, channels)
+            return partial(transform_sealing.seal, job.exact, None, 0.0, allocated, kept, lifetime)
         case Oscar(group_size=size):
             return partial(baselines.encode_rotated, job.exact, mean, kept, size or channels, own=job.kind == "values")
     return None

@@ -7,7 +7,7 @@ when the unit is waited for, not when it is begun.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ from quantwm_core.transform import Allocate
 from quantwm_kernels.triton import directions
 
 Arrays = dict[str, Tensor]
+MOST_WIDE = 1 << 25
+"""FP64 elements of residuals that are in memory at once: 256 MiB."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +31,31 @@ class Sources:
     """Streams that are to be coded; see :class:`quantwm_core.transform.Source`.
 
     Attributes:
-        residual: FP64 ``[S, N, D]``.
+        values: BF16 ``[S, N, D]``.
+        scaled_means: FP64 ``[S, D]``, means over ``2**exponents``, rounded as they are stored.
         covariance, metric: FP64 ``[S, D, D]``.
-        means: BF16 ``[S, D]``, as stored.
         exponents: int32 ``[S]``.
         loudness: FP64 ``[S]``.
     """
 
-    residual: Tensor
+    values: Tensor
+    scaled_means: Tensor
+    exponents: Tensor
     covariance: Tensor
     metric: Tensor
-    means: Tensor
-    exponents: Tensor
     loudness: Tensor
+
+    def coefficients(self, forward: Tensor) -> Tensor:
+        """FP32 ``[S, N, K]``: what FP64 ``forward`` ``[S, K, D]`` makes of the residuals."""
+        parts = [
+            residual @ own.mT
+            for residual, own in zip(
+                residuals(self.values, self.scaled_means, self.exponents),
+                forward.split(streams_at_once(self.values)),
+                strict=True,
+            )
+        ]
+        return torch.cat([part.to(torch.float32) for part in parts])
 
 
 class Rows(NamedTuple):
@@ -117,25 +131,43 @@ def sources_of(values: Tensor, metrics: Tensor | None, damp: float) -> Sources:
     """Streams of BF16 ``[B, H, N, D]``."""
     flat = values.flatten(0, 1)
     channels = flat.shape[2]
-    exponents = torch.frexp(flat.float().abs().amax((1, 2))).exponent
-    scaled = torch.ldexp(flat.double(), -exponents[:, None, None])
-    mean = scaled.mean(1).to(torch.float32).bfloat16()
-    residual = scaled - mean.double()[:, None]
+    exponents = torch.frexp(flat.abs().amax((1, 2)).float()).exponent
+    means = flat.mean(1, dtype=torch.float64) * power_of_two(-exponents)[:, None]
+    scaled_means = means.to(torch.float32).bfloat16().double()
+    tokens = flat.shape[1]
+    covariance = torch.cat([part.mT @ part / tokens for part in residuals(flat, scaled_means, exponents)])
     identity = torch.eye(channels, dtype=torch.float64, device=flat.device)
-    metric, loudness = identity.expand(len(flat), -1, -1), torch.ones_like(scaled[:, 0, 0])
+    metric, loudness = identity.expand(len(flat), -1, -1), torch.ones_like(means[:, 0])
     if metrics is not None:
         wide = metrics.flatten(0, 1).double()
         average = wide.diagonal(dim1=1, dim2=2).mean(1)
         loudness = torch.where(average > 0, average, 1.0)
         metric = torch.where((average > 0)[:, None, None], wide / loudness[:, None, None], identity)
     return Sources(
-        residual,
-        residual.mT @ residual / residual.shape[1],
-        metric + damp * identity,
-        torch.ldexp(mean.float(), exponents[:, None]).bfloat16(),
-        exponents,
-        loudness * torch.ldexp(torch.ones_like(loudness), 2 * exponents),
+        flat, scaled_means, exponents, covariance, metric + damp * identity, loudness * power_of_two(2 * exponents)
     )
+
+
+def residuals(values: Tensor, scaled_means: Tensor, exponents: Tensor) -> Iterator[Tensor]:
+    """FP64 ``[few, N, D]``: values over ``2**exponents`` without their means, a few streams at a time."""
+    scales = power_of_two(-exponents)
+    several = (part.split(streams_at_once(values)) for part in (values, scales, scaled_means))
+    for part, scale, mean in zip(*several, strict=True):
+        yield part.double() * scale[:, None, None] - mean[:, None]
+
+
+def streams_at_once(values: Tensor) -> int:
+    """Streams ``[S, N, D]`` whose residuals are in memory together."""
+    return max(1, MOST_WIDE // (values.shape[1] * values.shape[2]))
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """FP64 ``2**e`` to the bit, for integers from -1022 to 1023.
+
+    >>> power_of_two(torch.tensor([-3, 0, 140])).tolist()
+    [0.125, 1.0, 1.393796574908164e+42]
+    """
+    return (exponents.to(torch.int64) + 1023 << 52).view(torch.float64)
 
 
 def fit(covariance: Tensor, metric: Tensor) -> Tensor:
@@ -199,21 +231,22 @@ def plans_of(sources: Sources, rows: Rows, allocate: Allocate) -> Plans:
 
 def encode(sources: Sources, plans: Plans, shape: tuple[int, int]) -> Arrays:
     """Codes, and all else but the basis."""
-    device = sources.residual.device
-    coefficients = (sources.residual @ projector(plans.rows, sources.metric).mT).to(torch.float32)
+    device = sources.values.device
+    coefficients = sources.coefficients(projector(plans.rows, sources.metric))
     widths = np.zeros(plans.order.shape, np.int64)
     for row, blocks in zip(widths, plans.blocks, strict=True):
         own = allocation.widths(blocks)
         row[: len(own)] = own
     table = torch.from_numpy(widths).to(device)
     steps = directions.search_steps(coefficients, table)
-    loud = torch.ldexp(steps.float(), sources.exponents[:, None]).bfloat16()
+    loudness = power_of_two(sources.exponents)[:, None]
+    loud, means = ((part.double() * loudness).to(torch.float32).bfloat16() for part in (steps, sources.scaled_means))
     return {
         "codes": directions.packed(coefficients, table, steps, plans.blocks.tolist()),
         "blocks": torch.from_numpy(plans.blocks).to(device).view(*shape, 3),
         "order": _flat(plans.order.to(torch.uint8), plans.rows.counts),
         "steps": _flat(loud, plans.rows.counts),
-        "means": sources.means.view(*shape, -1),
+        "means": means.view(*shape, -1),
     }
 
 
