@@ -8,6 +8,7 @@ bytes and whether an integer is 1, a multiple of 16 or too large for 32 bits. Un
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,18 @@ from quantwm_kernels.launch import interpreted
 
 _ALIGNMENT = 16
 _LARGEST_INT32 = 2**31 - 1
+_INTERPRETED = interpreted()
+
+
+class Role(IntEnum):
+    """What of an argument a binary depends on."""
+
+    CONSTANT = 0
+    """Its value: a compile-time argument."""
+    WIDTH = 1
+    """Its type alone, where the kernel says so."""
+    FULL = 2
+    """Its type, and what the compiler makes of some values."""
 
 
 class Kernel:
@@ -33,25 +46,32 @@ class Kernel:
         self.__doc__ = function.__doc__
         self.__name__, self.__module__ = function.__name__, function.__module__
         # The interpreter keeps no parameters.
-        self._looked_at = [_kept if each.is_constexpr else _look(each) for each in getattr(function, "params", ())]
+        self._roles = [_role(each) for each in getattr(function, "params", ())]
         self._binaries: dict[tuple[object, ...], Any] = {}
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
         return partial(self._launch, tuple(grid))
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        if interpreted():
+        if _INTERPRETED:
             self.function[grid](*arguments, **options)
             return
-        looks = map(_applied, self._looked_at, arguments)
-        key = (torch.cuda.current_device(), *options.items(), *looks)
-        binary = self._binaries.get(key)
+        key: list[object] = [torch.cuda.current_device(), *options.items()]
+        passed = []
+        for value, role in zip(arguments, self._roles, strict=False):
+            if isinstance(value, Tensor):
+                address = value.data_ptr()
+                passed.append(address)
+                key += (value.dtype, address % _ALIGNMENT == 0)
+                continue
+            passed.append(value)
+            key.append(value if role is Role.CONSTANT else _kind(value, role))
+        binary = self._binaries.get(known := tuple(key))
         if binary is None:
-            self._binaries[key] = self.function[grid](*arguments, **options)
+            self._binaries[known] = self.function[grid](*arguments, **options)
             return
         names = self.function.arg_names[len(arguments) :]
-        addresses = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
-        binary[grid + (1,) * (3 - len(grid))](*addresses, *(options[name] for name in names))
+        binary[grid + (1,) * (3 - len(grid))](*passed, *(options[name] for name in names))
 
 
 def kernel(**settings: Any) -> Callable[[Callable[..., None]], Kernel]:
@@ -63,27 +83,15 @@ def kernel(**settings: Any) -> Callable[[Callable[..., None]], Kernel]:
     return made
 
 
-def _applied(look: Callable[[Any], object], value: Any) -> object:
-    return look(value)
+def _role(parameter: Any) -> Role:
+    if parameter.is_constexpr:
+        return Role.CONSTANT
+    return Role.WIDTH if parameter.do_not_specialize else Role.FULL
 
 
-def _kept(value: Any) -> object:
-    """A compile-time argument is itself what a binary depends on."""
-    return value
-
-
-def _look(parameter: Any) -> Callable[[Any], object]:
-    """What a binary depends on in a run-time argument."""
-    return _width if parameter.do_not_specialize else _look_at
-
-
-def _look_at(value: Any) -> object:
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % _ALIGNMENT == 0
-    if isinstance(value, int):
-        return value % _ALIGNMENT == 0, value == 1, value > _LARGEST_INT32
-    return type(value)
-
-
-def _width(value: Any) -> object:
-    return value > _LARGEST_INT32 if isinstance(value, int) else type(value)
+def _kind(value: Any, role: Role) -> object:
+    """What a binary depends on in a number that is known when it is launched."""
+    if not isinstance(value, int):
+        return type(value)
+    wide = value > _LARGEST_INT32
+    return wide if role is Role.WIDTH else (wide, value % _ALIGNMENT == 0, value == 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -66,27 +67,27 @@ class Layer:
             wide = [tensor.contiguous() for tensor in wide]
         return cls(wide[0], wide[-1], len(tensors))
 
-    @property
+    @cached_property
     def streams(self) -> int:
         """Streams of all tensors together."""
         return self.tensors * self.per_tensor
 
-    @property
+    @cached_property
     def per_tensor(self) -> int:
         """Streams of one tensor."""
         return self.first.shape[0] * self.first.shape[1]
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of a stream."""
         return self.first.shape[2]
 
-    @property
+    @cached_property
     def channels(self) -> int:
         """Head dimension."""
         return self.first.shape[3]
 
-    @property
+    @cached_property
     def source(self) -> tuple[Tensor, Tensor, int, int, int, int, int]:
         """What a kernel needs to find a row: tensors, streams per tensor, heads, strides of batch, head and token."""
         batch, head, token, _ = self.first.stride()
