@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from quantwm_eval import (
     hosts,
     launch,
     named,
+    ownership,
     paired,
     provenance,
     resume,
@@ -47,6 +49,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer:
     """Do it."""
+    with ExitStack() as held:
+        return _run(options, given, tell, held)
+
+
+def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: ExitStack) -> Answer:
     if options.list:
         listed = [(name, named.get(name).about) for name in named.names()]
         return Answer(text_table.grid([("experiment", "what it asks"), *listed], left=2))
@@ -64,6 +71,7 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         if options.out.exists() and not options.out.is_dir():
             raise StateError(f"--out {options.out}: is a file; name a folder")
         options.out.mkdir(parents=True, exist_ok=True)
+        held.enter_context(ownership.owned(options.out))
         begun = resume.begin(path, wanted, source)
     except QuantWMError as error:
         return Answer("", f"quantwm eval: {error}", BAD_OPTIONS)
