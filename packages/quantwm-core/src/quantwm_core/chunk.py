@@ -75,12 +75,21 @@ class SealedTensor:
         """Bytes of the BF16 tensor it stands for."""
         return 2 * int(np.prod(self.shape))
 
-    def token_range(self, start: int, stop: int | None) -> tuple[int, int]:
+    def token_range(self, start: int, stop: int | None, *by_token: str) -> tuple[int, int]:
         """Check a token range inside the unit and return it with its end filled in.
+
+        Args:
+            start: First token.
+            stop: Position after the last one; None for the unit's end.
+            by_token: Names of arrays ``[B, H, N, ...]``, which must hold as many streams and tokens as the unit claims.
 
         Raises:
             RangeError: The range does not lie inside the unit.
+            ShapeError: An array holds other streams or tokens.
         """
+        for name in by_token:
+            if self.arrays[name].shape[:3] != self.shape[:3]:
+                raise ShapeError(f"{name} {self.arrays[name].shape} of a unit of {self.shape}")
         tokens = self.shape[2]
         end = tokens if stop is None else stop
         if not 0 <= start <= end <= tokens:
