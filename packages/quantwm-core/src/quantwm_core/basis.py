@@ -100,7 +100,8 @@ def fit(
 
     Args:
         covariance: Of what is to be coded, positive semidefinite.
-        metric: Positive definite.
+        metric: Positive definite; an eigenvalue counts as at least the share :data:`RIDGE` of the largest, because that of
+            a moment which knows few queries may round to a negative one.
 
     Returns:
         FP64 ``[D, D]``; the component of largest magnitude of each row is positive.
@@ -110,7 +111,7 @@ def fit(
            [0.5, 0. ]])
     """
     energies, vectors = np.linalg.eigh(metric)
-    root = np.sqrt(energies)
+    root = np.sqrt(np.maximum(energies, RIDGE * energies[-1]))
     whiten, restore = (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
     _, directions = np.linalg.eigh(whiten @ covariance @ whiten)
     rows = (restore @ directions[:, ::-1]).T

@@ -156,12 +156,26 @@ def in_basis(
     return (made, new) if _saved_bits(old, new) * elements > 8 * made.nbytes else (kept, old)
 
 
-def kept_basis(previous: SealedTensor | None, method: str, shape: tuple[int, int], channels: int) -> Basis | None:
-    """The basis of the unit before, if it is of the same method and fits; its arrays are that unit's own."""
-    if previous is None or previous.method != method:
+def kept_basis(
+    previous: SealedTensor | None,
+    method: str,
+    shape: tuple[int, int],
+    channels: int,
+    parts: Sequence[str] = basis.PARTS,
+) -> Basis | None:
+    """The basis of the unit before, if it is of the same method, whole and fits; its arrays are that unit's own.
+
+    Args:
+        previous: The unit before.
+        method: Name of the method that asks.
+        shape: Batch and heads.
+        channels: Head dimension.
+        parts: What the method shares: a unit that lacks some of it has nothing to share.
+    """
+    if previous is None or previous.method != method or not previous.arrays.keys() >= set(parts):
         return None
     kept = Basis.of(previous.arrays)
-    return kept if kept.blocks.shape == shape and kept.rows.shape[1] == channels else None
+    return kept if kept.blocks.shape == shape and kept.rows.shape[1:] == (channels,) else None
 
 
 def encode(
@@ -242,10 +256,15 @@ def _rank(
 
 
 def _saved_bits(old: Sequence[Plan], new: Sequence[Plan]) -> float:
-    """Bits an element by which the codes of the old basis would have to grow to be as good, at 6 dB a bit."""
+    """Bits an element that codes in the new basis save, once those in the old one grow to be as good, at 6 dB a bit."""
     floor = np.finfo(np.float64).tiny
     ratios = [max(a.distortion, floor) / max(b.distortion, floor) for a, b in zip(old, new, strict=True)]
-    return float(np.mean(np.log2(ratios))) / 2
+    return float(np.mean(np.log2(ratios))) / 2 + _rate(old) - _rate(new)
+
+
+def _rate(coded: Sequence[Plan]) -> float:
+    """Code bits an element."""
+    return float(np.mean([8 * allocation.token_bytes(plan.counts) / plan.rows.shape[1] for plan in coded]))
 
 
 def _by_block(energies: Float64[np.ndarray, " directions"]) -> Float64[np.ndarray, " blocks"]:

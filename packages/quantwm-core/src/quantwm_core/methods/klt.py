@@ -19,12 +19,14 @@ from functools import partial
 import numpy as np
 from jaxtyping import BFloat16, Float64, UInt8
 
-from quantwm_core import allocation, cost, transform
+from quantwm_core import allocation, basis, cost, transform
 from quantwm_core.chunk import KINDS, Kind, SealedTensor
 from quantwm_core.errors import ParameterError
 from quantwm_core.statistics import QueryMoment
 
 ALLOCATIONS = ("head", "layer")
+MOST_DAMP = 1 / basis.RIDGE
+"""Beyond, nothing of the queries' metric would be left."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Klt:
         tolerance: Expected error relative to the energy at which a stream has bits enough: a target instead of a rate, up
             to 8 bits. 0 spends ``bits``.
         allocation: Whether the bits of a ``"head"`` are its own or the heads of a ``"layer"`` share theirs.
-        damp: How much of a uniform metric is mixed into that of past queries, against their drift.
+        damp: How much of a uniform metric is mixed into that of past queries, against their drift; up to
+            :data:`MOST_DAMP`.
         lifetime: Units that are expected to share a basis: it is renewed where that saves more bits than it takes. 0 keeps
             the first one for ever.
     """
@@ -56,10 +59,10 @@ class Klt:
             raise ParameterError(f"klt allocation {self.allocation!r}: known: {', '.join(ALLOCATIONS)}")
         for kind in KINDS:
             transform.check_bits("klt", self.rate(kind))
-        if not 0 <= self.tolerance < 1 or not 0 < self.damp < math.inf or not 0 <= self.lifetime < math.inf:
+        if not 0 <= self.tolerance < 1 or not 0 < self.damp <= MOST_DAMP or not 0 <= self.lifetime < math.inf:
             raise ParameterError(
                 f"klt tolerance {self.tolerance}, damp {self.damp}, lifetime {self.lifetime}: "
-                "need 0 to 1, more than 0 and at least 0"
+                f"need 0 to 1, more than 0 up to {MOST_DAMP:g} and at least 0"
             )
 
     def uses_queries(self, kind: Kind) -> bool:
@@ -84,6 +87,7 @@ class Klt:
         """Encode a unit's keys or values, in the basis of the unit before unless a new one is worth its bytes.
 
         Raises:
+            ParameterError: No direction would get bits.
             ShapeError: The head dimension is no multiple of eight.
 
         >>> rng = np.random.default_rng(0)
@@ -101,8 +105,7 @@ class Klt:
         if kind == "keys" and moment is not None:
             metrics = moment.mean.astype(np.float64)
         kept = transform.kept_basis(previous, self.name, (batch, heads), channels)
-        allocate = partial(self.allocate, kind, channels)
-        arrays = transform.seal(values, metrics, self.damp, allocate, kept, self.lifetime)
+        arrays = transform.seal(values, metrics, self.damp, self.allocator(kind, channels), kept, self.lifetime)
         return SealedTensor(self.name, asdict(self), (batch, heads, tokens, channels), arrays)
 
     def decode(
@@ -114,14 +117,23 @@ class Klt:
     def nbytes(self, kind: Kind, shape: tuple[int, int, int, int], first: bool) -> int:
         """As if every stream gave two bits to as many directions as it can, in a basis of its own."""
         batch, heads, tokens, channels = shape
-        per_token = channels if self.tolerance else allocation.budget(self.rate(kind), channels)
-        return batch * heads * cost.transform_most_nbytes(tokens, channels, per_token)
+        return batch * heads * cost.transform_most_nbytes(tokens, channels, self._token_bytes(kind, channels))
 
-    def allocate(
-        self, kind: Kind, channels: int, energies: Sequence[Float64[np.ndarray, " _blocks"]]
+    def allocator(self, kind: Kind, channels: int) -> transform.Allocate:
+        """What gives bits to streams of ``channels``.
+
+        Raises:
+            ParameterError: No direction would get any.
+        """
+        return partial(self._allocate, self._token_bytes(kind, channels))
+
+    def _token_bytes(self, kind: Kind, channels: int) -> int:
+        """Most bytes of a token's codes."""
+        return channels if self.tolerance else allocation.budget(self.rate(kind), channels)
+
+    def _allocate(
+        self, nbytes: int, energies: Sequence[Float64[np.ndarray, " _blocks"]]
     ) -> UInt8[np.ndarray, "streams 3"]:
-        """Blocks of 8, 4 and 2 bits for streams of ``channels``, given the energies of their blocks."""
-        nbytes = channels if self.tolerance else allocation.budget(self.rate(kind), channels)
         if self.allocation == "layer":
             return allocation.water_fill(energies, nbytes * len(energies), self.tolerance)
         return np.concatenate([allocation.water_fill([each], nbytes, self.tolerance) for each in energies])

@@ -59,6 +59,7 @@ class Kvtc:
         """Encode a unit's keys or values; statistics of queries are not used.
 
         Raises:
+            ParameterError: No direction would get bits.
             ShapeError: The head dimension is no multiple of eight.
 
         >>> unit = np.linspace(-1, 1, 512, dtype=np.float32).reshape(1, 1, 64, 8).astype("bfloat16")
@@ -68,9 +69,8 @@ class Kvtc:
         """
         batch, heads, tokens, channels = values.shape
         kept = transform.kept_basis(previous, self.name, (batch, heads), channels)
-        allocate = partial(self.allocate, kind, channels)
         uniform = np.zeros((batch, heads, channels, channels))
-        arrays = transform.seal(values, uniform, 0.0, allocate, kept, self.lifetime)
+        arrays = transform.seal(values, uniform, 0.0, self.allocator(kind, channels), kept, self.lifetime)
         return SealedTensor(self.name, asdict(self), (batch, heads, tokens, channels), arrays)
 
     def decode(
@@ -84,12 +84,17 @@ class Kvtc:
         batch, heads, tokens, channels = shape
         return batch * heads * cost.transform_most_nbytes(tokens, channels, allocation.budget(self.bits, channels))
 
-    def allocate(
-        self, kind: Kind, channels: int, energies: Sequence[Float64[np.ndarray, " _blocks"]]
-    ) -> UInt8[np.ndarray, "streams 3"]:
-        """Blocks of 8, 4 and 2 bits for streams of ``channels``, given the energies of their blocks."""
-        nbytes = allocation.budget(self.bits, channels)
-        return np.stack([allocation.dynamic(each, nbytes) for each in energies])
+    def allocator(self, kind: Kind, channels: int) -> transform.Allocate:
+        """What gives bits to streams of ``channels``.
+
+        Raises:
+            ParameterError: No direction would get any.
+        """
+        return partial(_allocate, allocation.budget(self.bits, channels))
+
+
+def _allocate(nbytes: int, energies: Sequence[Float64[np.ndarray, " _blocks"]]) -> UInt8[np.ndarray, "streams 3"]:
+    return np.stack([allocation.dynamic(each, nbytes) for each in energies])
 
 
 METHOD = Kvtc

@@ -24,6 +24,7 @@ from torch import Tensor
 from quantwm_core import affine as core_affine
 from quantwm_core import basis, methods
 from quantwm_core import codebook as core_codebook
+from quantwm_core.chunk import SHARED
 from quantwm_core.clustered import TABLE_SCALES
 from quantwm_core.errors import DeviceError, ParameterError
 from quantwm_core.integer_table import EXACT_BITS
@@ -120,25 +121,28 @@ def _later(job: Asked, moment: QueryMoment | None) -> Callable[[], Arrays] | Non
     channels = job.shape[3]
     kept = _kept(job)
     match job.method:
-        case Klt(damp=damp, lifetime=lifetime, allocate=allocate):
-            allocated = partial(allocate, job.kind, channels)
-            return partial(transform_sealing.seal, job.exact, mean, damp, allocated, kept, lifetime)
-        case Kvtc(lifetime=lifetime, allocate=allocate):
-            allocated = partial(allocate, job.kind, channels)
-            return partial(transform_sealing.seal, job.exact, None, 0.0, allocated, kept, lifetime)
+        case Klt(damp=damp, lifetime=lifetime, allocator=allocator):
+            allocate = allocator(job.kind, channels)
+            return partial(transform_sealing.seal, job.exact, mean, damp, allocate, kept, lifetime)
+        case Kvtc(lifetime=lifetime, allocator=allocator):
+            allocate = allocator(job.kind, channels)
+            return partial(transform_sealing.seal, job.exact, None, 0.0, allocate, kept, lifetime)
         case Oscar(group_size=size):
             return partial(baselines.encode_rotated, job.exact, mean, kept, size or channels, own=job.kind == "values")
     return None
 
 
 def _kept(job: Asked) -> Mapping[str, Tensor] | None:
-    """Arrays of the unit before, if it is of the same method and its basis fits."""
+    """Arrays of the unit before, if it is of the same method and its basis is whole and fits."""
     previous = job.previous
-    if previous is None or previous.method != job.method.name or basis.PARTS[0] not in previous.arrays:
+    if previous is None or previous.method != job.method.name:
+        return None
+    shared = [name for name in job.method.array_names(job.kind) if name.startswith(SHARED)]
+    if not shared or not previous.arrays.keys() >= set(shared):
         return None
     rows, _, blocks = (previous.arrays[part] for part in basis.PARTS)
     batch, heads, _, channels = job.shape
-    if tuple(blocks.shape) != (batch, heads) or rows.shape[1] != channels:
+    if tuple(blocks.shape) != (batch, heads) or rows.shape[1:] != (channels,):
         return None
     if rows.device != job.values.device:
         raise DeviceError(

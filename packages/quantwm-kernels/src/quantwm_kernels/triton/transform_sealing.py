@@ -173,7 +173,7 @@ def power_of_two(exponents: Tensor) -> Tensor:
 def fit(covariance: Tensor, metric: Tensor) -> Tensor:
     """Rows ``[S, D, D]`` that whiten the metric and decorrelate the covariance, largest energy first."""
     energies, vectors = torch.linalg.eigh(metric)
-    root = energies.sqrt()[:, None]
+    root = torch.maximum(energies, basis.RIDGE * energies[:, -1:]).sqrt()[:, None]
     whiten, restore = (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
     rows = (restore @ torch.linalg.eigh(whiten @ covariance @ whiten).eigenvectors.flip(2)).mT
     largest = rows.gather(2, rows.abs().argmax(2, keepdim=True))
@@ -265,10 +265,21 @@ def _in_basis(
     if elements == 0:
         return before, old
     made, new = _fitted(sources, allocate, shape)
-    floor = torch.finfo(torch.float64).tiny
-    saved = (old.distortion.clamp(min=floor) / new.distortion.clamp(min=floor)).log2().mean() / 2
     nbytes = sum(array.nbytes for array in made.arrays.values())
-    return (made, new) if saved.item() * elements > 8 * nbytes else (before, old)
+    return (made, new) if _saved_bits(old, new) * elements > 8 * nbytes else (before, old)
+
+
+def _saved_bits(old: Plans, new: Plans) -> float:
+    """Bits an element that codes in the new basis save, once those in the old one grow to be as good, at 6 dB a bit."""
+    floor = torch.finfo(torch.float64).tiny
+    ratios = old.distortion.clamp(min=floor) / new.distortion.clamp(min=floor)
+    return ratios.log2().mean().item() / 2 + _rate(old) - _rate(new)
+
+
+def _rate(plans: Plans) -> float:
+    """Code bits an element."""
+    channels = plans.rows.rows.shape[2]
+    return float(np.mean([8 * allocation.token_bytes(own) / channels for own in plans.blocks]))
 
 
 def _fitted(sources: Sources, allocate: Allocate, shape: tuple[int, int]) -> tuple[Stored, Plans]:
