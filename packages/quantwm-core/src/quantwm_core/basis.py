@@ -93,6 +93,23 @@ def wide(
     return rows.astype(np.float64) * scales.astype(np.float64)[:, None]
 
 
+def normalised(
+    moments: Float64[np.ndarray, "*streams channels channels"],
+) -> tuple[Float64[np.ndarray, "*streams channels channels"], Float64[np.ndarray, "*streams"]]:
+    """Moments over the means of their diagonals, and those means; the identity and zero where a moment is zero.
+
+    :func:`quantwm_core.statistics.normalised` is the same in FP32.
+
+    >>> normalised(np.diag([1.0, 3.0]))
+    (array([[0.5, 0. ],
+           [0. , 1.5]]), array(2.))
+    """
+    average = np.asarray(np.trace(moments, axis1=-2, axis2=-1)) / moments.shape[-1]
+    known = (average > 0)[..., None, None]
+    divisor = np.where(known, average[..., None, None], 1.0)
+    return np.where(known, moments / divisor, np.eye(moments.shape[-1])), np.asarray(average)
+
+
 def fit(
     covariance: Float64[np.ndarray, "channels channels"], metric: Float64[np.ndarray, "channels channels"]
 ) -> Float64[np.ndarray, "channels channels"]:

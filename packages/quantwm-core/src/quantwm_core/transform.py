@@ -20,14 +20,11 @@ from quantwm_core.allocation import BLOCK
 from quantwm_core.basis import Basis
 from quantwm_core.chunk import SealedTensor
 from quantwm_core.domain import BF16, binary_exponent
-from quantwm_core.errors import ParameterError, ShapeError
+from quantwm_core.errors import ShapeError
 
 PARTS = ("codes", "blocks", "order", "steps", "means", *basis.PARTS)
 TILE = 64
 """Tokens that are reconstructed by one matrix product: the order of a sum depends on the shape of the product."""
-
-FEWEST_BITS = 0.5
-"""Bits an element below which a small head could have no code at all: 32 channels, one block of two bits."""
 
 Allocate = Callable[[Sequence[Float64[np.ndarray, " _blocks"]]], UInt8[np.ndarray, "streams 3"]]
 """Blocks of 8, 4 and 2 bits for every stream, given the energies of their blocks in descending order."""
@@ -230,16 +227,14 @@ def _source(values: np.ndarray, metric: np.ndarray, damp: float) -> Source:
     scaled = np.ldexp(np.ascontiguousarray(values, np.float64), -exponent)
     mean = scaled.mean(axis=0).astype(np.float32).astype(BF16)
     residual = scaled - mean.astype(np.float64)
-    channels = values.shape[1]
-    average = float(np.trace(metric)) / channels
-    normal = metric / average if average > 0 else np.eye(channels)
+    normal, average = basis.normalised(metric)
     return Source(
         residual,
         residual.T @ residual / len(residual),
-        normal + damp * np.eye(channels),
+        normal + damp * np.eye(values.shape[1]),
         np.ldexp(mean.astype(np.float32), exponent).astype(BF16),
         exponent,
-        (average if average > 0 else 1.0) * 4.0**exponent,
+        (float(average) if average > 0 else 1.0) * 4.0**exponent,
     )
 
 
@@ -345,12 +340,3 @@ def tiles_of(start: int, stop: int) -> tuple[int, int]:
     (0, 128)
     """
     return start // TILE * TILE, -(-stop // TILE) * TILE
-
-
-def check_bits(name: str, bits: float) -> None:
-    """Raise :class:`ParameterError` unless a code of so many bits an element exists.
-
-    >>> check_bits("klt", 2.0)
-    """
-    if not FEWEST_BITS <= bits <= 8:
-        raise ParameterError(f"{name} bits {bits}: need {FEWEST_BITS} to 8 an element")

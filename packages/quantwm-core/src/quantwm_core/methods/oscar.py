@@ -176,10 +176,8 @@ def _moments(
         own = np.swapaxes(scaled, -1, -2) @ scaled / tokens
     else:
         own = np.zeros((batch, heads, channels, channels)) if moment is None else moment.mean.astype(np.float64)
-    average = np.trace(own, axis1=-2, axis2=-1) / channels
-    known = average > 0
-    divisor = np.where(known, average, 1.0)[..., None, None]
-    return np.where(known[..., None, None], own / divisor, np.eye(channels)), known
+    moments, average = basis.normalised(own)
+    return moments, average > 0
 
 
 def _rotation(

@@ -24,6 +24,7 @@ from quantwm_kernels.triton.transform_sealing import (
     Stored,
     fit,
     kept_rows,
+    normalised,
     power_of_two,
     projector,
     residuals,
@@ -94,8 +95,10 @@ def encode_rotated(
     unmoved = torch.zeros((len(flat), channels), dtype=torch.float64, device=values.device)
     if own:
         moment = torch.cat([part.mT @ part / tokens for part in residuals(flat, unmoved, exponents)])
-    moments, known = _moments(moment, len(flat), values)
-    fitted, stored = _rotation(kept, moments, known, (batch, heads))
+    elif moment is None:
+        moment = unmoved.new_zeros(len(flat), channels, channels)
+    moments, average = normalised(moment)
+    fitted, stored = _rotation(kept, moments, average > 0, (batch, heads))
     forward = projector(stored.rows, torch.eye(channels, dtype=torch.float64, device=values.device))
     several = (part.split(streams_at_once(flat)) for part in (forward, stored.rows.rows, moments))
     parts = [
@@ -123,18 +126,6 @@ def _searched(rotated: Tensor, rows: Tensor, metric: Tensor, size: int) -> tuple
         least = torch.minimum(cost, least)
     codes, step, low = best
     return packing.pack(codes), step, low
-
-
-def _moments(moment: Tensor | None, streams: int, values: Tensor) -> tuple[Tensor, Tensor]:
-    """What each rotation is fitted to, FP64 ``[S, D, D]``, and whether that is known."""
-    channels = values.shape[3]
-    identity = torch.eye(channels, dtype=torch.float64, device=values.device).expand(streams, -1, -1)
-    if moment is None:
-        return identity, torch.zeros(streams, dtype=torch.bool, device=values.device)
-    wide = moment.reshape(streams, channels, channels).double()
-    average = wide.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-    known = average > 0
-    return torch.where(known, wide / torch.where(known, average, 1.0), identity), known.flatten()
 
 
 def _rotation(

@@ -30,12 +30,11 @@ from quantwm_core.errors import DeviceError, ParameterError
 from quantwm_core.integer_table import EXACT_BITS
 from quantwm_core.methods.bf16 import BF16Method
 from quantwm_core.methods.kivi import Kivi
-from quantwm_core.methods.klt import Klt
-from quantwm_core.methods.kvtc import Kvtc
 from quantwm_core.methods.oscar import Oscar
 from quantwm_core.methods.quantwm import WARM_ITERATIONS, QuantWM
 from quantwm_core.methods.qvg import QVG
 from quantwm_core.methods.rtn import RoundToNearest
+from quantwm_core.transform_method import TransformMethod
 from quantwm_kernels.launch import on_device
 from quantwm_kernels.sealing import Asked, Draft, PendingTensors, Status
 from quantwm_kernels.statistics import QueryMoment
@@ -101,7 +100,7 @@ def _group(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) ->
             return _rtn(jobs, layer)
         case Kivi():
             return [_kivi(job) for job in jobs]
-        case Klt() | Kvtc() | Oscar():
+        case TransformMethod() | Oscar():
             for number, job in enumerate(jobs):
                 if moment is not None and job.method.uses_queries(job.kind):
                     own = status[Status.MOMENT].view(len(jobs), -1)[number]
@@ -121,12 +120,9 @@ def _later(job: Asked, moment: QueryMoment | None) -> Callable[[], Arrays] | Non
     channels = job.shape[3]
     kept = _kept(job)
     match job.method:
-        case Klt(damp=damp, lifetime=lifetime, allocator=allocator):
-            allocate = allocator(job.kind, channels)
+        case TransformMethod(damp=damp, lifetime=lifetime) as method:
+            allocate = method.allocator(job.kind, channels)
             return partial(transform_sealing.seal, job.exact, mean, damp, allocate, kept, lifetime)
-        case Kvtc(lifetime=lifetime, allocator=allocator):
-            allocate = allocator(job.kind, channels)
-            return partial(transform_sealing.seal, job.exact, None, 0.0, allocate, kept, lifetime)
         case Oscar(group_size=size):
             return partial(baselines.encode_rotated, job.exact, mean, kept, size or channels, own=job.kind == "values")
     return None

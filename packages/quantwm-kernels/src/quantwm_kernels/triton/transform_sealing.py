@@ -136,16 +136,20 @@ def sources_of(values: Tensor, metrics: Tensor | None, damp: float) -> Sources:
     scaled_means = means.to(torch.float32).bfloat16().double()
     tokens = flat.shape[1]
     covariance = torch.cat([part.mT @ part / tokens for part in residuals(flat, scaled_means, exponents)])
-    identity = torch.eye(channels, dtype=torch.float64, device=flat.device)
-    metric, loudness = identity.expand(len(flat), -1, -1), torch.ones_like(means[:, 0])
-    if metrics is not None:
-        wide = metrics.flatten(0, 1).double()
-        average = wide.diagonal(dim1=1, dim2=2).mean(1)
-        loudness = torch.where(average > 0, average, 1.0)
-        metric = torch.where((average > 0)[:, None, None], wide / loudness[:, None, None], identity)
-    return Sources(
-        flat, scaled_means, exponents, covariance, metric + damp * identity, loudness * power_of_two(2 * exponents)
-    )
+    metric, average = normalised(torch.zeros_like(covariance) if metrics is None else metrics)
+    damped = metric + damp * torch.eye(channels, dtype=torch.float64, device=flat.device)
+    loudness = torch.where(average > 0, average, 1.0) * power_of_two(2 * exponents)
+    return Sources(flat, scaled_means, exponents, covariance, damped, loudness)
+
+
+def normalised(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`quantwm_core.basis.normalised` of streams ``[.., D, D]``: FP64 ``[S, D, D]`` and ``[S]``."""
+    channels = moments.shape[-1]
+    wide = moments.reshape(-1, channels, channels).double()
+    average = wide.diagonal(dim1=1, dim2=2).mean(1)
+    known = (average > 0)[:, None, None]
+    identity = torch.eye(channels, dtype=torch.float64, device=moments.device)
+    return torch.where(known, wide / torch.where(known, average[:, None, None], 1.0), identity), average
 
 
 def residuals(values: Tensor, scaled_means: Tensor, exponents: Tensor) -> Iterator[Tensor]:
