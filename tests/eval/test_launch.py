@@ -193,6 +193,14 @@ def test_ray_asks_for_a_gpu_where_tasks_run_on_one(ray: FakeRay, monkeypatch: py
     assert ray.options == [{"num_gpus": 1, "num_cpus": 0}] * 2
 
 
+def test_processes_are_dealt_out_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(launch, "_device", [3])
+    assert launch._placed(Setup("cuda")).device == "cuda:1"
+    assert launch._placed(Setup("cuda:0")).device == "cuda:0"
+    assert launch._placed(Setup("cpu")).device == "cpu"
+
+
 def test_without_ray_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(StateError, match=r"pip install 'quantwm-eval\[ray\]'"):
@@ -252,6 +260,7 @@ def test_processes_share_the_cores_unless_threads_are_typed(
 
 def test_the_host_is_let_go_of_before_workers_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[FakeHost]] = []
+    emptied: list[FakeHost | None] = []  # what of the host was left when the GPU's memory was given back
 
     def load(_setup: Setup) -> FakeHost:
         host = FakeHost()
@@ -260,10 +269,12 @@ def test_the_host_is_let_go_of_before_workers_begin(tmp_path: Path, monkeypatch:
         return host
 
     def start(given: Sequence[launch.Task], jobs: int) -> Iterator[tuple[Cell, ...]]:
-        assert (len(given), jobs, made[0]()) == (1, 2, None)
+        assert (len(given), jobs, made[0](), emptied) == (1, 2, None, [None])
         yield ()
 
     monkeypatch.setattr("quantwm_eval.hosts.demo.LOAD", load)
     monkeypatch.setattr(launch, "LAUNCHERS", {"local": start})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(made[0]()))
     assert cli.main([*SHORT, "--jobs", "2", "--out", str(tmp_path)]) == 0
     assert len(made) == 1
