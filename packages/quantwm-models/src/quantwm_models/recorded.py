@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantwm_core import methods
 from quantwm_core.chunk import KINDS, SHARED, Kind
 from quantwm_core.errors import FormatError
 from quantwm_core.stream import Span
@@ -158,6 +159,7 @@ class Source:
                 self._shared[file] = self.file.read(file, self.device)
             arrays.append(self._shared[file])
         sealed = SealedTensor(**described(told, arrays))
+        methods.get(sealed.method, **sealed.parameters)  # refuses what could not be read
         self._check(f"a unit's {kind}", (sealed.shape[0], sealed.shape[1], sealed.shape[3]), self._sizes(kind))
         if sealed.method in READABLE:  # those that kernels read by address
             describe(sealed.method, sealed.parameters, sealed.shape, sealed.arrays)
