@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantwm_core import allocation
 from quantwm_core.directions import BEST_STEPS, FACTORS, OFFSETS
-from quantwm_kernels.launch import LAUNCHES, on_device, processors
+from quantwm_kernels.launch import LAUNCHES, ceil_div, next_power_of_two, on_device, processors
 from quantwm_kernels.triton.arithmetic import rounded
 from quantwm_kernels.triton.clustered import halves_at, wide
 from quantwm_kernels.triton.kernel import kernel
@@ -109,15 +109,15 @@ def search_steps(coefficients: Tensor, widths: Tensor) -> Tensor:
     shifts, highest = shifts_of(widths)
     launch = LAUNCHES["search_steps"]
     tile, wide_block = launch.blocks["TILE"], launch.blocks["BLOCK_K"]
-    groups = triton.cdiv(count, wide_block) * streams
-    pieces = max(1, min(triton.cdiv(tokens, tile), launch.programs * processors(coefficients.device) // groups))
-    per_piece = triton.cdiv(triton.cdiv(tokens, tile), pieces) * tile
-    pieces = triton.cdiv(tokens, per_piece)
+    groups = ceil_div(count, wide_block) * streams
+    pieces = max(1, min(ceil_div(tokens, tile), launch.programs * processors(coefficients.device) // groups))
+    per_piece = ceil_div(ceil_div(tokens, tile), pieces) * tile
+    pieces = ceil_div(tokens, per_piece)
     errors = coefficients.new_empty((pieces, streams, len(FACTORS), count))
     with on_device(coefficients, "coefficients"):
-        search_kernel[triton.cdiv(count, wide_block), streams, pieces](
+        search_kernel[ceil_div(count, wide_block), streams, pieces](
             coefficients.contiguous(), tried, shifts, highest, errors, tokens, count, per_piece,
-            TRIED=len(FACTORS), TRIED_2=triton.next_power_of_2(len(FACTORS)), **launch.options,
+            TRIED=len(FACTORS), TRIED_2=next_power_of_two(len(FACTORS)), **launch.options,
         )  # fmt: skip
     best = errors.sum(0).argmin(1, keepdim=True)
     return tried.gather(1, best)[:, 0]
@@ -145,9 +145,9 @@ def packed(coefficients: Tensor, widths: Tensor, steps: Tensor, blocks: Sequence
     launch = LAUNCHES["pack_directions"]
     shifts, highest = shifts_of(widths)
     with on_device(coefficients, "coefficients"):
-        pack_kernel[triton.cdiv(tokens, launch.blocks["TILE"]), streams](
+        pack_kernel[ceil_div(tokens, launch.blocks["TILE"]), streams](
             coefficients.contiguous(), steps.contiguous(), shifts, highest, table, codes, tokens, count,
-            BYTES=triton.next_power_of_2(max(*sizes, 2)), **launch.options,
+            BYTES=next_power_of_two(max(*sizes, 2)), **launch.options,
         )  # fmt: skip
     return codes
 
