@@ -21,6 +21,7 @@ from quantwm_models import LayerCache, Offload, Workspace, attach, snapshot
 from quantwm_models.store import pair
 from tests.models.chunks import bits, chunk, fill, normal
 from tests.models.chunks import snapshot as held
+from tests.models.longcat_host import TOKENS, WIDTH, LongCatVideoPipeline
 from tests.models.rolling_host import Pipeline, Settings
 from tests.models.test_attach import ADAPTER
 
@@ -242,6 +243,25 @@ def test_a_host_goes_on_in_another_process(method: str, tmp_path: Path) -> None:
             each |= {name: extra[f"{layer}.{name}"] for name in INDICES}
         assert video(again, caches, range(6, 9)) == expected
         assert attachment.report().chunks_evicted > 0
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_host_that_builds_its_history_anew_keeps_what_is_known_of_its_queries(offload: bool, tmp_path: Path) -> None:
+    history, *noises = normal(4, 1, 4 * TOKENS, WIDTH, seed=1)
+    host = LongCatVideoPipeline(offload=offload)
+    with attach(host, "quantwm") as attachment:
+        for noise in noises[:2]:
+            history = host.generate_vc(history, noise)
+        snapshot.save(attachment, tmp_path / "world")
+        expected = bits(host.generate_vc(history, noises[2]))
+    videos = []
+    for known in (True, False):
+        host = LongCatVideoPipeline(offload=offload)
+        with attach(host, "quantwm") as attachment:
+            if known:
+                snapshot.load(attachment, tmp_path / "world")
+            videos.append(bits(host.generate_vc(history, noises[2])))
+    assert videos[0] == expected != videos[1]
 
 
 def test_a_store_is_saved_with_its_other_half_or_not_at_all(tmp_path: Path) -> None:
