@@ -25,6 +25,8 @@ DTYPES = {
     "I64": np.dtype("int64"), "F32": np.dtype("float32"), "F16": np.dtype("float16"),
 }  # fmt: skip
 """Number formats that files hold, by their names there."""
+LARGEST_HEADER = 100_000_000
+"""Bytes of the largest header that the safetensors library reads."""
 _HEADER_ALIGNMENT = 8
 
 
@@ -51,6 +53,7 @@ def make_header(
 
     Raises:
         DtypeError: An array has a number format that the files do not know.
+        FormatError: There are so many arrays that no reader would take the header.
 
     >>> text, order = make_header({"a": (np.dtype("uint8"), (3,)), "b": (np.dtype("float32"), (2, 2))})
     >>> order, len(text) % 8
@@ -68,6 +71,10 @@ def make_header(
         entries[name] = {"dtype": known[0], "shape": list(shape), "data_offsets": (begin, end)}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    if len(text) > LARGEST_HEADER:
+        raise FormatError(
+            f"{len(arrays)} arrays need a header of {len(text)} bytes, readers take {LARGEST_HEADER}; save fewer in a file"
+        )
     return len(text).to_bytes(8, "little") + text, order
 
 
