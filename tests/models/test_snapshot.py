@@ -13,6 +13,7 @@ from quantwm_core.errors import StateError
 from quantwm_models import LayerCache, attach, snapshot
 from quantwm_models.store import pair
 from tests.models.chunks import bits, chunk, fill, normal
+from tests.models.golden import make as golden
 from tests.models.longcat_host import TOKENS, WIDTH, LongCatVideoPipeline
 from tests.models.rolling_host import Pipeline, Settings
 from tests.models.test_attach import ADAPTER
@@ -41,6 +42,8 @@ def test_going_on_from_the_file_is_going_on(
     snapshot.load(resumed, path)
     if device == "cpu":
         assert [value(each) for each in resumed] == [value(each) for each in straight]
+    reads = [[bits(half.cpu()) for cache in caches for half in cache.read()] for caches in (resumed, straight)]
+    assert reads[0] == reads[1]
     assert go_on(resumed, 5, 4, device) == go_on(straight, 5, 4, device)
     for one, other in zip(resumed, straight, strict=True):
         assert one.report().sealed_nbytes == other.report().sealed_nbytes > 0
@@ -144,6 +147,17 @@ def test_what_the_caller_adds_comes_back(tmp_path: Path) -> None:
     assert torch.equal(extra["noise"], state)
     with pytest.raises(StateError, match=r"extra\.noise: the tensor requires grad"):
         snapshot.save(cache, tmp_path / "world", {"noise": torch.ones(1, requires_grad=True)})
+
+
+@pytest.mark.parametrize("version", range(1, snapshot.VERSION + 1))
+def test_every_version_is_read(version: int) -> None:
+    caches = golden.world()
+    expected = snapshot.load(caches, golden.FOLDER / f"world.v{version}.safetensors")
+    for cache in caches:
+        assert [bits(half) for half in cache.read()] == [bits(expected[f"{cache.layer}.{kind}"]) for kind in (0, 1)]
+        assert cache.report().chunks_sealed == 3
+        assert cache.stream.live[0] == (0, 4)
+    go_on(caches, 6, 2)
 
 
 class Told:

@@ -25,7 +25,6 @@ from quantwm_models.geometry import Geometry
 
 # What of a stream is no setting.
 _STREAM = ("ends", "active", "live", "units", "sealed_end")
-_COUNTERS = ("chunks_sealed", "chunks_evicted", "seal_seconds")
 
 
 class Recorder:
@@ -64,7 +63,9 @@ class Recorder:
             "past": past,
             "groups": groups,
             "units": [self._unit(each, contents.units[span].chunk) for each, span in enumerate(contents.stream.units)],
-            "counters": {name: getattr(contents, name) for name in _COUNTERS},
+            "chunks_sealed": contents.chunks_sealed,
+            "chunks_evicted": contents.chunks_evicted,
+            "seal_seconds": contents.seal_seconds,
         }
 
     def _put(self, name: str, tensor: Tensor) -> str:
@@ -132,7 +133,9 @@ class Source:
             CausalQueries(self._moment(told["past"]), groups, self.cache.scheme.decay),
             {_span((unit.chunk.start, unit.chunk.stop)): unit for unit in units},
             tuple(map(self._exact, told["exact"])),
-            **{name: told["counters"][name] for name in _COUNTERS},
+            chunks_sealed=operator.index(told["chunks_sealed"]),
+            chunks_evicted=operator.index(told["chunks_evicted"]),
+            seal_seconds=float(told["seal_seconds"]),
         )
         live = stream.tokens
         stored = sum(part.stop - part.start for part in contents.segments(0, live))

@@ -23,6 +23,7 @@ from quantwm_kernels.tensor_file import TensorFile, available_device, opened, wr
 from quantwm_models.attach import Attachment
 from quantwm_models.cache import LayerCache
 from quantwm_models.contents import located
+from quantwm_models.memory import explained
 from quantwm_models.recorded import Recorder, Source
 from quantwm_models.store import Store
 
@@ -30,6 +31,7 @@ FORMAT, VERSION = "quantwm-snapshot", 1
 Caches = Attachment | LayerCache | Store | Iterable[LayerCache | Store]
 """What is saved together: all caches of an attached host, or some that are kept by hand, in an order that stays."""
 _EXTRA = "extra."
+_ADVICE = "clear() caches that hold something else first, or name another device"
 
 
 def save(caches: Caches, path: str | os.PathLike[str], extra: Mapping[str, Tensor] | None = None) -> None:
@@ -91,6 +93,7 @@ def load(caches: Caches, path: str | os.PathLike[str], device: torch.device | st
         StateError: It is of other caches, or a host wrote keys whose values are still to come.
         ShapeError: It is of another batch, number of heads or of channels.
         DeviceError: The device is not there.
+        CacheMemoryError: Its memory ran out.
         OSError: The file cannot be read.
     """
     adapter, placed = _placed(caches)
@@ -104,7 +107,7 @@ def load(caches: Caches, path: str | os.PathLike[str], device: torch.device | st
             _check_fits(told, cache)
         made = []
         for told, cache in pairs:
-            with located(f"layer {cache.layer}"):
+            with located(f"layer {cache.layer}"), explained(lambda: _ADVICE):
                 source = Source(file, told, cache, _device(told, cache, device))
                 made.append((cache, source.contents(), source.geometry))
         names = (name for name in file.places if name.startswith(_EXTRA))
