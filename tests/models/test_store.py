@@ -251,7 +251,9 @@ def keys_and_values(keys: Store) -> tuple[Store, Store]:
 def test_a_turned_range_is_a_transposed_tensor() -> None:
     keys, _, _ = full()
     handle, tensor = keys[:, 8:40], keys[:, 8:40].tensor()
-    for turned in (handle.transpose(1, 2), handle.transpose(-2, 1)):
+    with pytest.raises(IndexError, match="range"):
+        handle.transpose(1, 6)
+    for turned in (handle.transpose(1, 2), handle.transpose(-2, 1), handle.transpose(dim0=2, dim1=-3)):
         assert isinstance(turned, Handle)
         assert turned.shape == tensor.transpose(1, 2).shape
         assert torch.equal(turned.tensor(), tensor.transpose(1, 2))

@@ -46,6 +46,8 @@ for info in pkgutil.iter_modules(package.__path__):
     module = importlib.import_module(f"{package.__name__}.{info.name}")
     for name, value in vars(module).items():
         if name.endswith("_kernel") and getattr(value, "__module__", "") == module.__name__:
+            constants = [each.is_constexpr for each in value.function.params]
+            assert constants == sorted(constants), f"{name}: a constant stands before a run-time argument"
             print(f"{info.name}.{name}")
 """
     from tests.parity.compile_ahead import CASES

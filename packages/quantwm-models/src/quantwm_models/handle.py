@@ -123,10 +123,11 @@ class Handle(Sized):
         return whole_range.transpose(1, 2) if self.turned else whole_range
 
     @uncompiled
-    def transpose(self, first: int, second: int) -> Any:
+    def transpose(self, dim0: int, dim1: int) -> Any:
         """The same range with heads before tokens, or back; of other dimensions, a tensor."""
-        if self.changed or {first % self.ndim, second % self.ndim} != {1, 2}:
-            return self.tensor().transpose(first, second)
+        turns = {(1, 2), (1, -2), (-3, 2), (-3, -2)}
+        if self.changed or not {(dim0, dim1), (dim1, dim0)} & turns:
+            return self.tensor().transpose(dim0, dim1)  # which judges its own dimensions
         return Handle(self.store, self.slots, self.version, turned=not self.turned)
 
     @uncompiled

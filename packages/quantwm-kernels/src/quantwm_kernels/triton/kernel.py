@@ -16,11 +16,14 @@ import torch
 import triton
 from torch import Tensor
 
+from quantwm_core.errors import DeviceError
 from quantwm_kernels.launch import interpreted
 
 _ALIGNMENT = 16
 _LARGEST_INT32 = 2**31 - 1
 _INTERPRETED = interpreted()
+# Triton 3.2 hands a binary its run-time arguments only; all of the kernels take the others last.
+_TAKES_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
 
 
 class Role(IntEnum):
@@ -57,21 +60,31 @@ class Kernel:
             self.function[grid](*arguments, **options)
             return
         key: list[object] = [torch.cuda.current_device(), *options.items()]
-        passed = []
+        passed, constants = [], []
         for value, role in zip(arguments, self._roles, strict=False):
             if isinstance(value, Tensor):
-                address = value.data_ptr()
-                passed.append(address)
-                key += (value.dtype, address % _ALIGNMENT == 0)
-                continue
-            passed.append(value)
-            key.append(value if role is Role.CONSTANT else _kind(value, role))
+                passed.append(self._address(value))
+                key += (value.dtype, passed[-1] % _ALIGNMENT == 0)
+            elif role is Role.CONSTANT:
+                constants.append(value)
+                key += (type(value), value)
+            else:
+                passed.append(value)
+                key.append(_kind(value, role))
         binary = self._binaries.get(known := tuple(key))
         if binary is None:
             self._binaries[known] = self.function[grid](*arguments, **options)
             return
-        names = self.function.arg_names[len(arguments) :]
-        binary[grid + (1,) * (3 - len(grid))](*passed, *(options[name] for name in names))
+        if _TAKES_CONSTANTS:
+            passed += constants
+            passed += (options[name] for name in self.function.arg_names[len(arguments) :])
+        binary[grid + (1,) * (3 - len(grid))](*passed)
+
+    def _address(self, tensor: Tensor) -> int:
+        """Where a tensor begins, which Triton would not ask twice about."""
+        if not tensor.is_cuda:
+            raise DeviceError(f"{self.__name__}: an argument lives on {tensor.device}; move it with tensor.cuda()")
+        return tensor.data_ptr()
 
 
 def kernel(**settings: Any) -> Callable[[Callable[..., None]], Kernel]:

@@ -1,7 +1,8 @@
 """Sealing the tensors of a layer on a GPU: keys and values share every launch where they can, and nothing is waited for.
 
-Launches of ``quantwm`` do not grow with streams: seven, three a round of k-means (four with ``metric="full"``), three more
-for PSAC, and two more where the groups of a token are no power of two. Beside the unit and what is stored of it, ``S`` streams of ``N`` tokens need while they are sealed, in bytes::
+Launches of ``quantwm`` with the paper's settings do not grow with streams: seven, three a round of k-means (four with
+``metric="full"``), three more for PSAC, and two more where the groups of a token are no power of two. Beside the unit and
+what is stored of it, ``S`` streams of ``N`` tokens need while they are sealed, in bytes::
 
     8 S C D                     codebooks, FP32 and their weighted copies in two parts of BF16
     4 S C D * pieces            sums of a round; pieces = programs that the device runs at once / programs of a piece
