@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from quantwm_core.errors import DtypeError, ParameterError, ShapeError, StateError, lookup
 from quantwm_core.method import Scheme
 from quantwm_core.method import scheme as make_scheme
-from quantwm_core.stream import Span, Stream
+from quantwm_core.stream import Span, Stream, is_whole
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import SealedChunk, storage_nbytes, stored_nbytes
 from quantwm_kernels.launch import check_served, packed_attention_pays
@@ -96,7 +96,10 @@ class LayerCache:
             raise ParameterError(
                 f"parameters {sorted(parameters)} beside a ready scheme; give them to scheme() instead"
             )
+        _check_kind("workspace", workspace, Workspace)
+        _check_kind("offload", offload, Offload)
         self.scheme = scheme if isinstance(scheme, Scheme) else make_scheme(scheme, **parameters)
+        self._settings = Stream(self.scheme.chunks_per_seal, self.scheme.recent_tokens, sink, window)
         self.layer = layer
         self.observers = list(observers)
         self.attention = attention
@@ -105,7 +108,6 @@ class LayerCache:
         self.offload = offload
         # A method that states that it uses no queries is spared their statistics.
         self._learns = self.scheme.uses_queries
-        self._settings = Stream(self.scheme.chunks_per_seal, self.scheme.recent_tokens, sink, window)
         self._contents = self._nothing()
         self._geometry: Geometry | None = None
         self._decoding = Stopwatch()
@@ -339,6 +341,8 @@ class LayerCache:
         Raises:
             QuantWMError: As :meth:`observe` and :meth:`read`.
         """
+        with self._located():
+            _check_queries(queries)
         if self._attends_packed(queries):
             return self._attend_packed(queries, start, stop)
         keys, values = self.read(start, stop)
@@ -392,6 +396,7 @@ class LayerCache:
 
     def store_in(self, offload: Offload | None) -> None:
         """Keep sealed units in host memory from now on, those of before too; None brings them back."""
+        _check_kind("offload", offload, Offload)
         if offload is self.offload:
             return
         with self._located():
@@ -554,6 +559,12 @@ class LayerCache:
         return self._plans[staged.key, wanted]
 
 
+def _check_kind(name: str, value: object, kind: type) -> None:
+    """Refuse what layers cannot share."""
+    if value is not None and not isinstance(value, kind):
+        raise ParameterError(f"{name} {value!r}: need {kind.__name__}() or None; layers can share one")
+
+
 def _check_queries(queries: Tensor) -> None:
     """Refuse what no statistics can be made of."""
     check_detached(queries, "queries")
@@ -564,6 +575,9 @@ def _check_queries(queries: Tensor) -> None:
 
 def _split(name: str, tensor: Tensor, tokens: Sequence[int]) -> Sequence[Tensor]:
     """Chunks of ``tokens`` of ``[B, H, N, D]``."""
+    check_detached(tensor, name)
+    if not all(is_whole(each) and each > 0 for each in tokens):
+        raise ShapeError(f"{name}: chunks of {list(tokens)} tokens; need whole numbers above 0")
     if not tokens or tensor.ndim != 4 or tensor.shape[2] != sum(tokens):
         raise ShapeError(
             f"{name}: got {tuple(tensor.shape)}, need [B, H, N, D] of {sum(tokens)} tokens, {list(tokens)}"

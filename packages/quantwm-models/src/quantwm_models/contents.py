@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantwm_core.errors import QuantWMError
+from quantwm_core.errors import DomainError, QuantWMError
 from quantwm_core.method import Scheme
 from quantwm_core.stream import Span, Stream, cut, overlap
 from quantwm_kernels.chunk import SealedChunk
@@ -72,6 +72,15 @@ def located(where: str) -> Iterator[None]:
         raise type(error)(f"{where}: {error}") from error
 
 
+@contextmanager
+def _advised() -> Iterator[None]:
+    """Say what a host can do about numbers that cannot be sealed."""
+    try:
+        yield
+    except DomainError as error:
+        raise DomainError(f"{error}; overwrite() the chunk with repaired ones, or clear() the cache") from error
+
+
 @dataclass(frozen=True)
 class Contents:
     """Tensors and bookkeeping of one layer.
@@ -121,6 +130,7 @@ class Contents:
         """Drop window tokens ``start`` to ``stop``; an active chunk that loses one is complete."""
         active = self.stream.active_span
         stream = self.stream
+        stream.read(start, stop)  # which refuses what is no range
         if active is not None and start < stop and stop > stream.tokens - active.tokens:
             stream = stream.complete()
         return _follow(self, stream.evict(start, stop))
@@ -140,7 +150,7 @@ class Contents:
             keys, values = self._gather(span)
             past = queries.past if frame is None or queries.past is None else frame(queries.past, span)
             begun = watch.start(keys.device)
-            with located(self._name(span)):
+            with located(self._name(span)), _advised():
                 last = seal_chunk(scheme, keys, values, past, last, span.start)
             watch.stop(begun)
             units[span] = Unit(next(serials), last)
