@@ -122,7 +122,7 @@ def test_bad_input_ends_a_command_with_two_and_a_message(
         (["--chunk", "4", "--set", "decay=2"], "decay 2"),
         (["--chunk", "4", "--set", 'decay="x"'], "decay 'x'"),
         (["--chunk", "4", "--out", "absent/x"], "absent"),
-        (["--chunk", "4", "--out", "."], ".partial"),
+        (["--chunk", "4", "--out", "."], "is a folder; name a file in it"),
     ],
 )
 def test_bad_options_are_explained(

@@ -61,6 +61,8 @@ class LayerCache:
         key_frame: Where keys are cached in another frame than that in which queries meet them: what makes of the moment of
             the queries, which may then have other channels, the one that a unit's keys see, given its absolute tokens. None
             where both are the same.
+        expected: What the chunks of a host will be like, where the cache stands under one that says so beforehand.
+        half_written: Whether a host wrote keys or values whose other half is still to come.
 
     >>> import torch
     >>> generator = torch.Generator().manual_seed(0)
@@ -113,6 +115,8 @@ class LayerCache:
         self._generation = 0
         self.version = 0
         self.key_frame: KeyFrame | None = None
+        self.expected: Geometry | None = None
+        self.half_written = False
 
     @property
     def tokens(self) -> int:
@@ -123,6 +127,16 @@ class LayerCache:
     def stream(self) -> Stream:
         """Where tokens are: absolute spans, units, the active chunk."""
         return self._contents.stream
+
+    @property
+    def contents(self) -> Contents:
+        """All that is held, a value: what happens to the cache later does not change it."""
+        return self._contents
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """What the chunks have in common; None before there are any."""
+        return self._geometry
 
     @property
     def chunks(self) -> tuple[SealedChunk, ...]:
@@ -352,11 +366,30 @@ class LayerCache:
 
     def clear(self) -> None:
         """Forget everything, statistics and counters included; a new video begins."""
-        self._forget(self._nothing())
+        self.hold(self._nothing(), None)
 
     def rewind(self) -> None:
         """Forget all tokens, but not what is known of the queries: the host builds its cache anew."""
-        self._forget(self._rewound())
+        self.hold(self._rewound(), None)
+
+    def hold(self, contents: Contents, geometry: Geometry | None) -> None:
+        """Hold other contents than until now; observers are told that all tokens of before are gone.
+
+        Args:
+            contents: With their units where this cache keeps them.
+            geometry: Of their chunks; None where there are none.
+        """
+        before = self.stream.live
+        self._contents, self._geometry, self._decoding = contents, geometry, Stopwatch()
+        self._plans.clear()
+        if self.offload is not None:
+            self.offload.forget(self)
+            if geometry is not None:
+                self.offload.expect(self, tuple(contents.units.values()), geometry.device)
+        self.version += 1
+        for observer in self.observers:
+            for span in before:
+                observer.evicted(self, *span)
 
     def _rewound(self) -> Contents:
         return replace(self._nothing(), queries=self._contents.queries.folded())
@@ -403,18 +436,6 @@ class LayerCache:
 
     def _nothing(self) -> Contents:
         return Contents(self._settings, CausalQueries(decay=self.scheme.decay))
-
-    def _forget(self, empty: Contents) -> None:
-        """Have no tokens any more, and tell the observers."""
-        before = self.stream.live
-        self._contents, self._geometry, self._decoding = empty, None, Stopwatch()
-        self._plans.clear()
-        if self.offload is not None:
-            self.offload.forget(self)
-        self.version += 1
-        for observer in self.observers:
-            for span in before:
-                observer.evicted(self, *span)
 
     def _commit(self, contents: Contents, geometry: Geometry | None) -> None:
         """Seal what is due in ``contents``, make them the cache's, then tell the observers."""

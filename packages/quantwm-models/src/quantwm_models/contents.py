@@ -25,7 +25,7 @@ from quantwm_models.causality import CausalQueries
 from quantwm_models.stopwatch import Stopwatch
 from quantwm_models.workspace import Segment
 
-_serials = itertools.count()
+serials = itertools.count()  # of stored pieces, of which no two ever share one
 
 # The moment of queries as the keys of some absolute tokens see them.
 KeyFrame = Callable[[QueryMoment, Span], QueryMoment]
@@ -109,7 +109,7 @@ class Contents:
         if len(stream.ends) % stream.chunks_per_seal == 0:
             queries = queries.begin(stream.end)
         grown = stream.append(keys.shape[2])
-        piece = Exact(next(_serials), Span(stream.end, grown.end), keys, values)
+        piece = Exact(next(serials), Span(stream.end, grown.end), keys, values)
         return _follow(replace(self, queries=queries, exact=(*self.exact, piece)), grown)
 
     def overwrite(self, keys: Tensor, values: Tensor) -> Contents:
@@ -120,7 +120,7 @@ class Contents:
             ShapeError: It has another length.
         """
         span = self.stream.writable(keys.shape[2])
-        return replace(self, exact=(*self.exact[:-1], Exact(next(_serials), span, keys, values)))
+        return replace(self, exact=(*self.exact[:-1], Exact(next(serials), span, keys, values)))
 
     def complete(self) -> Contents:
         """The active chunk will not change any more."""
@@ -153,7 +153,7 @@ class Contents:
             with located(self._name(span)), _advised():
                 last = seal_chunk(scheme, keys, values, past, last, span.start)
             watch.stop(begun)
-            units[span] = Unit(next(_serials), last)
+            units[span] = Unit(next(serials), last)
             sealings.append(Sealing(last, keys, values))
         stream = self.stream.sealed()
         settled = replace(
@@ -262,4 +262,4 @@ def _slice(piece: Exact, part: Span) -> Exact:
     """Part of a piece in memory of its own, so that the rest is freed."""
     start, stop = part.start - piece.span.start, part.stop - piece.span.start
     keys, values = (tensor[:, :, start:stop].clone() for tensor in (piece.keys, piece.values))
-    return Exact(next(_serials), part, keys, values)
+    return Exact(next(serials), part, keys, values)
