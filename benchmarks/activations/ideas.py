@@ -1,16 +1,19 @@
-"""Ideas for preset ``sharp`` that were left out, and settings that were chosen, on the demo world's keys.
+"""Ideas for preset ``sharp`` and for ``klt`` that were left out, and settings that were chosen, on the demo world's keys.
 
-    python -m benchmarks.activations.ideas --inputs 3
+    python -m benchmarks.activations.ideas sharp --inputs 3
+    python -m benchmarks.activations.ideas klt --inputs 3
+    python -m benchmarks.activations.ideas feedback --inputs 3      what feedback leaves of the expected cost of rounding
 
-Every line changes one thing inside the package for as long as it is measured; the first line is the preset as it is. Keys are scored
+Every line changes one thing inside the package for as long as it is measured; the first line is the method as it is. Keys are scored
 as in :mod:`benchmarks.activations.harness`, layers 0, 3 and 7.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias
 from unittest.mock import patch
 
 import numpy as np
@@ -19,13 +22,18 @@ import torch
 from benchmarks.activations import room
 from benchmarks.activations.harness import measure
 from benchmarks.activations.recording import Recording
-from quantwm_core import affine, psac, rounding, statistics
+from quantwm_core import affine, basis, psac, rounding, statistics
 from quantwm_core.methods import quantwm
 from quantwm_eval.estimate import bootstrap
 from quantwm_kernels.bridge import to_numpy
 
 LABEL = "quantwm:preset=sharp:values=bf16"
+KLT = "klt:bits=2:values=bf16"
 LAYERS = (0, 3, 7)
+RANKS = (16, 8)
+
+Idea: TypeAlias = tuple[str, Callable[[Recording], AbstractContextManager[object]]]
+"""Label of a method, and what is changed inside it."""
 
 
 def searched_by_sensitivity(recording: Recording) -> AbstractContextManager[object]:
@@ -43,7 +51,7 @@ def searched_by_sensitivity(recording: Recording) -> AbstractContextManager[obje
     return patch.object(affine, "_squared_error", weighted)
 
 
-IDEAS: Mapping[str, tuple[str, Callable[[Recording], AbstractContextManager[object]]]] = {
+SHARP_IDEAS: Mapping[str, Idea] = {
     "the preset": (LABEL, lambda _: nullcontext()),
     "QSAC: metric of past queries, four candidates": (f"{LABEL}:metric=diagonal:candidates=4", lambda _: nullcontext()),
     "QSAC: the full metric": (f"{LABEL}:metric=full:candidates=4", lambda _: nullcontext()),
@@ -61,25 +69,65 @@ IDEAS: Mapping[str, tuple[str, Callable[[Recording], AbstractContextManager[obje
     ),
 }  # fmt: skip
 
+KLT_IDEAS: Mapping[str, Idea] = {
+    "the method": (KLT, lambda _: nullcontext()),
+    "the first basis for ever": (f"{KLT}:lifetime=0", lambda _: nullcontext()),
+    "units of one chunk": (f"{KLT}:chunks_per_seal=1", lambda _: nullcontext()),
+    "units of one chunk, the first basis for ever": (f"{KLT}:chunks_per_seal=1:lifetime=0", lambda _: nullcontext()),
+    "rows of the basis in INT4": (KLT, lambda _: patch.object(basis, "ROW_MAX", 7)),
+    "damp 0.05": (f"{KLT}:damp=0.05", lambda _: nullcontext()),
+    "damp 2": (f"{KLT}:damp=2", lambda _: nullcontext()),
+}
 
-@torch.inference_mode()
-def main() -> None:
-    """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inputs", type=int, default=3)
-    recordings = [each for each in room.record(parser.parse_args().inputs) if each.layer in LAYERS]
-    print("| change | logit error | top-1 shift (%) | against the preset, logit error |\n|---|---|---|---|")
-    preset: list[float] = []
-    for name, (label, changed) in IDEAS.items():
+IDEAS = {"sharp": SHARP_IDEAS, "klt": KLT_IDEAS}
+
+
+def compare(ideas: Mapping[str, Idea], recordings: Sequence[Recording]) -> None:
+    """Print a table; ratios are to the first line."""
+    print("| change | logit error | top-1 shift (%) | against the first, logit error |\n|---|---|---|---|")
+    first: list[float] = []
+    for name, (label, changed) in ideas.items():
         scores = []
         for recording in recordings:
             with changed(recording):
                 scores.append(measure(recording, label, room.CHUNK_TOKENS))
         errors = [score.logit_error for score in scores]
-        preset = preset or errors
-        ratio = bootstrap([error / own for error, own in zip(errors, preset, strict=True)])
+        first = first or errors
+        ratio = bootstrap([error / own for error, own in zip(errors, first, strict=True)])
         shift = 100 * np.mean([score.selection_shift for score in scores])
         print(f"| {name} | {np.mean(errors):.4f} | {shift:.1f} | {ratio.mean:.2f} ({ratio.low:.2f}–{ratio.high:.2f}) |")
+
+
+def left_by_feedback(recordings: Sequence[Recording], rank: int, chunk_tokens: int = room.CHUNK_TOKENS) -> float:
+    """Mean of ``sum_j D_j / sum_j H_jj`` (:mod:`quantwm_core.rounding`) over heads, units and layers."""
+    shares: list[float] = []
+    native = np.linalg.cholesky
+
+    def factor(metric: np.ndarray) -> np.ndarray:
+        lower: np.ndarray = native(metric)
+        left = np.square(np.diagonal(lower, axis1=-2, axis2=-1)).sum(axis=-1)
+        shares.extend((left / np.trace(metric, axis1=-2, axis2=-1)).ravel())
+        return lower
+
+    with patch.object(np.linalg, "cholesky", factor):
+        for recording in recordings:
+            measure(recording, f"{LABEL}:rank={rank}", chunk_tokens)
+    return float(np.mean(shares))
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("of", choices=[*IDEAS, "feedback"])
+    parser.add_argument("--inputs", type=int, default=3)
+    arguments = parser.parse_args()
+    recordings = [each for each in room.record(arguments.inputs) if each.layer in LAYERS]
+    if arguments.of in IDEAS:
+        compare(IDEAS[arguments.of], recordings)
+        return
+    for rank in RANKS:
+        print(f"{rank} directions compensated: {100 * left_by_feedback(recordings, rank):.0f} % is left")
 
 
 if __name__ == "__main__":

@@ -45,10 +45,22 @@ SIZES = {
 TRANSFORMS = ("oscar", "kvtc:bits=2", "kvtc:bits=3", *(f"klt:bits={bits}" for bits in (1.5, 2, 2.5, 3)))
 """The transform code and its relatives, where they are installed."""
 
+BASES = (
+    "klt:bits=1",
+    "klt:bits=2:allocation=layer",
+    "klt:bits=2:lifetime=0",
+    "kvtc:bits=2:lifetime=0",
+    "klt:bits=2:chunks_per_seal=1",
+    "klt:bits=2:chunks_per_seal=1:lifetime=0",
+    "klt:bits=2:chunks_per_seal=1:lifetime=1000",
+)
+"""How long a basis serves, in units of two chunks and of one."""
+
 
 def labels(model: str) -> tuple[str, ...]:
-    """What is measured on a model: every ablation on the demo world, the preset's three main ones elsewhere."""
+    """What is measured on a model: every ablation and every basis on the demo world, the preset's three main ablations elsewhere."""
     ablations = (*ALONE, *WITHOUT) if model == "room" else WITHOUT[:3]
-    transforms = tuple(label for label in TRANSFORMS if label.partition(":")[0] in methods.names())
+    codes = (*TRANSFORMS, *BASES) if model == "room" else TRANSFORMS
+    transforms = tuple(label for label in codes if label.partition(":")[0] in methods.names())
     wanted = (*BASELINES, PAPER, SHARP, *SMALLER, *ablations, *transforms)
     return tuple(dict.fromkeys(label.format(**SIZES[model]) for label in wanted))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.activations import harness, table, whisper
+from benchmarks.activations import harness, ideas, methods, table, whisper
 from benchmarks.activations.minilm import pieces
 from benchmarks.activations.recording import Recording, heads_of
 
@@ -96,3 +96,21 @@ def test_a_tone_is_loudest_in_its_own_band() -> None:
     # Slaney's scale is linear up to 1000 Hz, which lies at 15 of its 45.245 units: band 26 of 81.
     assert abs(int(picture[:, 1500].argmax()) - 15 / 45.245 * 81 + 1) <= 1
     assert picture.max() - picture.min() <= 2
+
+
+def test_the_page_of_transform_codes_says_what_the_lines_say() -> None:
+    folder = Path(__file__).parents[2] / "docs" / "results"
+    printed = table.markdown(folder / "activations-room.jsonl", methods.labels("room")).splitlines()
+    page = (folder / "transform-codes.md").read_text(encoding="utf-8").splitlines()
+    shown = [row for row in page if row.count("|") == printed[0].count("|") and row.startswith("| `")]
+    assert {row.split("`")[1] for row in shown} >= set(methods.BASES)
+    assert set(shown) <= set(printed)
+
+
+def test_feedback_makes_up_for_what_is_not_compensated() -> None:
+    queries, keys, values = torch.randn(3, 1, 2, 96, 32, generator=torch.Generator().manual_seed(0))
+    queries[..., :16] += 2 * queries[..., 16:]  # sixteen pairs of channels that the queries see together
+    one = Recording("noise", "input 0", 3, queries, keys, values)
+    shares = [ideas.left_by_feedback([one], rank, 16) for rank in (16, 2)]
+    assert shares[1] < 0.8
+    assert 0.99 < shares[0] < 1  # sixteen directions hold all that is correlated

@@ -2,19 +2,21 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from quantwm_core.errors import QuantWMError, StateError, UnknownNameError
 from quantwm_eval import cli, launch, provenance, results, resume
 from quantwm_eval.evaluate import append, evaluate
 from quantwm_eval.experiment import Experiment, MethodChoice
 from quantwm_eval.hosts import Setup
-from quantwm_eval.results import Cell
+from quantwm_eval.results import Cell, Results
 from tests.eval.fake_host import FakeHost
 
 METHODS = (MethodChoice("bf16"), MethodChoice("rtn"))
@@ -27,7 +29,8 @@ WANTED = Experiment(
     seeds=(0, 4),
     metrics=("psnr", "selection_shift"),
 )
-SOURCE = provenance.collect(["eval"])
+SOURCE = dataclasses.replace(provenance.collect(["eval"]), threads=1)
+FRESH = Results(WANTED, SOURCE, ())
 
 
 def figures(cells: tuple[Cell, ...]) -> dict[Any, dict[str, float]]:
@@ -54,6 +57,7 @@ class FakeRay:
     def __init__(self) -> None:
         self.begun = self.most = 0
         self.options: list[dict[str, Any]] = []
+        self.cancelled: list[Any] = []
 
     def is_initialized(self) -> bool:
         return False
@@ -75,6 +79,16 @@ class FakeRay:
         except QuantWMError as error:
             raise RayTaskError(error) from error
 
+    def cancel(self, reference: Any) -> None:
+        self.cancelled.append(reference[1])
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
@@ -87,7 +101,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 def test_tasks_are_the_batches_that_are_not_done() -> None:
-    every = launch.tasks(WANTED, (), Setup())
+    every = launch.tasks(FRESH, Setup())
     assert [(t.experiment.kinds, t.experiment.seeds, t.experiment.scenes) for t in every[:3]] == [
         (("walk",), (0,), (0, 1)),
         (("look-away",), (0,), (0, 1)),
@@ -105,26 +119,86 @@ def test_through_ray_the_figures_are_those_of_one_process(ray: FakeRay, tmp_path
     append(begun, path, [cell for cell in alone.cells if cell.key[1] == 0 and cell.method == "bf16"])
     begun = resume.begin(path, WANTED, SOURCE)
     assert len(begun.cells) == 4
-    tasks = launch.tasks(WANTED, begun.cells, Setup())
+    tasks = launch.tasks(begun, Setup())
     found = append(begun, path, (cell for done in launch.on_ray(tasks, 3) for cell in done))
     assert found.missing == 0
     assert figures(found.cells) == figures(alone.cells)
     assert figures(results.load(path).cells) == figures(alone.cells)
     assert (ray.begun, ray.most) == (1, 3)
-    assert ray.options == [{"num_gpus": 0, "num_cpus": 1}]
+    assert ray.options == [{"num_gpus": 0, "num_cpus": 1}] * len(tasks)
+    assert ray.cancelled == []
 
 
 def test_a_task_that_fails_says_what_it_would_say_here(ray: FakeRay) -> None:
-    task = dataclasses.replace(launch.tasks(WANTED, (), Setup())[0])
+    task = dataclasses.replace(launch.tasks(FRESH, Setup())[0])
     bad = dataclasses.replace(task, experiment=dataclasses.replace(WANTED, model="demos"))
     with pytest.raises(UnknownNameError, match="did you mean 'demo'"):
         list(launch.on_ray([bad], 1))
 
 
-def test_ray_asks_for_a_gpu_where_tasks_run_on_one(ray: FakeRay) -> None:
-    task = dataclasses.replace(launch.tasks(WANTED, (), Setup())[0], setup=Setup("cuda"))
+def test_what_waits_is_cancelled_where_a_task_fails(ray: FakeRay) -> None:
+    given = launch.tasks(FRESH, Setup())
+    given[2] = dataclasses.replace(given[2], experiment=dataclasses.replace(WANTED, model="demos"))
+    with pytest.raises(UnknownNameError):
+        list(launch.on_ray(given, 3))  # the one that was asked for last is done first
+    assert ray.cancelled == given[:2]
+
+
+def test_what_waits_is_cancelled_where_nobody_wants_more(ray: FakeRay) -> None:
+    given = launch.tasks(FRESH, Setup())
+    begun = launch.on_ray(given, 3)
+    next(begun)
+    assert isinstance(begun, Generator)
+    begun.close()
+    assert ray.cancelled == given[:2]
+
+
+def test_a_worker_computes_with_the_threads_of_the_file(ray: FakeRay) -> None:
+    source = dataclasses.replace(SOURCE, threads=2)
+    task = launch.tasks(dataclasses.replace(FRESH, provenance=source), Setup())[0]
+    torch.set_num_threads(1)
+    list(launch.on_ray([task], 1))
+    assert torch.get_num_threads() == 2
+    assert ray.options == [{"num_gpus": 0, "num_cpus": 2}]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"versions": {**SOURCE.versions, "numpy": "1.0"}}, r"numpy 1\.0 there, .* here"),
+        ({"platform": "Plan9 mips"}, "platform Plan9 mips there"),
+        ({"device": "GPU"}, "device GPU there, cpu here"),
+    ],
+)
+def test_a_worker_that_is_not_as_the_file_says_refuses(ray: FakeRay, other: dict[str, Any], message: str) -> None:
+    source = dataclasses.replace(SOURCE, **other)
+    task = launch.tasks(dataclasses.replace(FRESH, provenance=source), Setup())[0]
+    with pytest.raises(StateError, match=message):
+        list(launch.on_ray([task], 1))
+
+
+def test_a_worker_with_other_cores_works(ray: FakeRay) -> None:
+    source = dataclasses.replace(SOURCE, cores=SOURCE.cores + 1)
+    task = launch.tasks(dataclasses.replace(FRESH, provenance=source), Setup())[0]
     assert len(list(launch.on_ray([task], 1))) == 1
-    assert ray.options == [{"num_gpus": 1, "num_cpus": 0}]
+
+
+def test_ray_asks_for_a_gpu_where_tasks_run_on_one(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "GPU")
+    task = dataclasses.replace(launch.tasks(FRESH, Setup())[0], setup=Setup("cuda"))
+    with pytest.raises(StateError, match="device cpu there, GPU here"):  # what the file was begun with is no GPU
+        list(launch.on_ray([task], 1))
+    on_gpu = dataclasses.replace(task, source=dataclasses.replace(SOURCE, device="GPU"))
+    assert len(list(launch.on_ray([on_gpu], 1))) == 1
+    assert ray.options == [{"num_gpus": 1, "num_cpus": 0}] * 2
+
+
+def test_processes_are_dealt_out_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(launch, "_device", [3])
+    assert launch._placed(Setup("cuda")).device == "cuda:1"
+    assert launch._placed(Setup("cuda:0")).device == "cuda:0"
+    assert launch._placed(Setup("cpu")).device == "cpu"
 
 
 def test_without_ray_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,3 +233,48 @@ def test_processes_of_this_machine_give_the_figures_of_one(tmp_path: Path, capsy
     capsys.readouterr()
     assert cli.main([*given, "--jobs", "2", "--out", str(tmp_path / "apart")]) == 0
     assert "4 of 4 cells are there" in capsys.readouterr().err
+
+
+SHORT = ["eval", "--methods", "rtn", "--scenes", "0", "--kinds", "walk", "--frames", "4", "--metrics", "psnr"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "cores", "threads"),
+    [
+        (["--jobs", "3"], 8, 2),
+        (["--jobs", "9"], 8, 1),
+        (["--jobs", "2", "--threads", "3"], 8, 3),
+        (["--jobs", "2"], 64, 4),
+        ([], 2, 4),
+    ],
+)
+def test_processes_share_the_cores_unless_threads_are_typed(
+    ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: list[str], cores: int, threads: int
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    torch.set_num_threads(4)
+    assert cli.main([*SHORT, "--launcher", "ray", *typed, "--out", str(tmp_path)]) == 0
+    assert results.load(tmp_path / "results.jsonl").provenance.threads == threads
+    assert torch.get_num_threads() == threads
+
+
+def test_the_host_is_let_go_of_before_workers_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[FakeHost]] = []
+    emptied: list[FakeHost | None] = []  # what of the host was left when the GPU's memory was given back
+
+    def load(_setup: Setup) -> FakeHost:
+        host = FakeHost()
+        host.itself = host  # type: ignore[attr-defined]  # as a model's hooks refer to it
+        made.append(weakref.ref(host))
+        return host
+
+    def start(given: Sequence[launch.Task], jobs: int) -> Iterator[tuple[Cell, ...]]:
+        assert (len(given), jobs, made[0](), emptied) == (1, 2, None, [None])
+        yield ()
+
+    monkeypatch.setattr("quantwm_eval.hosts.demo.LOAD", load)
+    monkeypatch.setattr(launch, "LAUNCHERS", {"local": start})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(made[0]()))
+    assert cli.main([*SHORT, "--jobs", "2", "--out", str(tmp_path)]) == 0
+    assert len(made) == 1

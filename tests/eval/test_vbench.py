@@ -2,12 +2,14 @@
 
 import json
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 
 from quantwm_core.errors import FormatError, StateError, UnknownNameError
 from quantwm_eval import cli, vbench
+from quantwm_eval.hosts import Setup
 from quantwm_eval.vbench import Scores
 from tests.eval.fake_host import FakeHost
 
@@ -34,6 +36,9 @@ folder.mkdir(parents=True)
 (folder / "results_now_eval_results.json").write_text(json.dumps({{options.dimension: [mean, listed]}}))
 """
 SILENT = f"#!{sys.executable}\nimport sys\nsys.stderr.write('CUDA is not there')\n"
+CUT_OFF = STAND_IN.replace(".write_text(", ".write_bytes(").replace(
+    "[mean, listed]}))", "[mean, listed]}).encode()[:-9])"
+)
 FOREIGN = STAND_IN.replace("[mean, listed]", "mean")
 
 
@@ -92,7 +97,15 @@ def test_where_it_is_not_installed_the_message_says_how_to_and_nothing_is_begun(
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("text", "message"), [(SILENT, "CUDA is not there"), (FOREIGN, "not of the form")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (SILENT, "CUDA is not there"),
+        (FOREIGN, "not of the form"),
+        (CUT_OFF, "VBench's result for subject_consistency"),
+        (CUT_OFF, "run the same command again"),
+    ],
+)
 def test_where_it_fails_the_rest_stands(
     tmp_path: Path, fake: None, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
@@ -103,6 +116,24 @@ def test_where_it_fails_the_rest_stands(
     assert "walk: PSNR" in told.out
     assert not (out / vbench.FILE).exists()
     assert cli.main(["report", str(out), "--format", "table"]) == 0
+
+
+def test_the_host_is_let_go_of_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[FakeHost]] = []
+
+    def load(_setup: Setup) -> FakeHost:
+        host = FakeHost()
+        made.append(weakref.ref(host))
+        return host
+
+    def score(*_given: object) -> Scores:
+        assert [each() for each in made] == [None]
+        return Scores({})
+
+    monkeypatch.setattr("quantwm_eval.hosts.demo.LOAD", load)
+    monkeypatch.setattr(vbench, "score", score)
+    given = [*GIVEN, "--out", str(tmp_path / "out"), "--vbench", str(program(tmp_path / "env", STAND_IN))]
+    assert cli.main(given) == 0
 
 
 def test_videos_that_were_not_kept_are_asked_for(

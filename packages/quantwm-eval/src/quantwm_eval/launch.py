@@ -1,7 +1,8 @@
 """An experiment over several processes, on one machine or, through Ray, on many: a batch of scenes is a task.
 
 Whoever works on a task loads the host once and sends back cells; the results file is written by the one process that
-started them. So a run over many processes is as resumable as one in a single process, and its figures are the same.
+started them. So a run over many processes is as resumable as one in a single process, and its figures are the same: a worker
+computes with as many threads as the file's first line says, and refuses where versions, platform or device are not its.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import multiprocessing
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -17,14 +19,18 @@ from typing import Any, TypeAlias
 import torch
 
 from quantwm_core.errors import StateError, lookup
-from quantwm_eval import hosts
+from quantwm_eval import hosts, provenance, resume
 from quantwm_eval.experiment import Experiment
 from quantwm_eval.films import Films
 from quantwm_eval.host import Host
 from quantwm_eval.hosts import Setup
 from quantwm_eval.pool import one_thread_for_children
-from quantwm_eval.results import Cell
+from quantwm_eval.provenance import Provenance
+from quantwm_eval.results import Cell, Results
 from quantwm_eval.run import run
+
+OF_FIGURES = ("platform", "device")
+"""What must be equal, beside versions and threads, for figures to be: workers may differ in cores."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +40,14 @@ class Task:
     Attributes:
         experiment: That part of the experiment.
         finished: Its cells that are there already.
+        source: Versions, machine and threads of the results file that its cells are for.
         setup: What the host is made from.
         films: Keeps some of the videos, or None.
     """
 
     experiment: Experiment
     finished: tuple[Cell, ...]
+    source: Provenance
     setup: Setup
     films: Films | None = None
 
@@ -48,22 +56,30 @@ Launcher: TypeAlias = Callable[[Sequence[Task], int], Iterator[tuple[Cell, ...]]
 """Tasks and how many at a time to the cells of each, as they come."""
 
 
-def tasks(experiment: Experiment, finished: Sequence[Cell], setup: Setup, films: Films | None = None) -> list[Task]:
-    """What is left to do, batch by batch."""
-    known = {cell.key: cell for cell in finished}
+def tasks(begun: Results, setup: Setup, films: Films | None = None) -> list[Task]:
+    """What is left to do of a results file that was begun, batch by batch."""
+    known = {cell.key: cell for cell in begun.cells}
     found = []
-    for seed, kind, scenes in experiment.batches():
-        part = replace(experiment, seeds=(seed,), kinds=(kind,), scenes=scenes)
+    for seed, kind, scenes in begun.experiment.batches():
+        part = replace(begun.experiment, seeds=(seed,), kinds=(kind,), scenes=scenes)
         keys = list(part.keys())
         there = tuple(known[key] for key in keys if key in known)
         if len(there) < len(keys):
-            found.append(Task(part, there, setup, films))
+            found.append(Task(part, there, begun.provenance, setup, films))
     return found
 
 
 def work(task: Task) -> tuple[Cell, ...]:
-    """Do a task, and return the cells that were missing."""
-    host, fresh = _loaded(task.experiment.model, task.setup), task.experiment.methods not in _warm
+    """Do a task, and return the cells that were missing.
+
+    Raises:
+        StateError: This process has other versions, another platform or another device than the results file.
+        QuantWMError: The host cannot do it.
+    """
+    torch.set_num_threads(task.source.threads)
+    setup = _placed(task.setup)
+    _check_same(task.source, setup.device)
+    host, fresh = _loaded(task.experiment.model, setup), task.experiment.methods not in _warm
     cells = []
     for outcome in run(task.experiment, host, finished=task.finished, warm=not fresh):
         if task.films is not None:
@@ -83,10 +99,9 @@ def local(given: Sequence[Task], jobs: int) -> Iterator[tuple[Cell, ...]]:
     devices = context.Queue()
     for index in range(jobs):
         devices.put(index)
-    threads = torch.get_num_threads()
     with (
         one_thread_for_children(),
-        ProcessPoolExecutor(jobs, context, initializer=_prepare, initargs=(devices, threads)) as pool,
+        ProcessPoolExecutor(jobs, context, initializer=_prepare, initargs=(devices,)) as pool,
     ):
         futures = [pool.submit(work, task) for task in given]
         try:
@@ -99,12 +114,12 @@ def local(given: Sequence[Task], jobs: int) -> Iterator[tuple[Cell, ...]]:
 def on_ray(given: Sequence[Task], jobs: int) -> Iterator[tuple[Cell, ...]]:
     """Workers of a Ray cluster, the one that ``RAY_ADDRESS`` names or one that is started here.
 
-    A task that runs on a GPU asks Ray for one. Videos that are kept lie where the worker can write them, so the folder must
-    be one that all machines share.
+    A task that runs on a GPU asks Ray for one, any other for as many CPUs as it has threads. Videos that are kept lie where
+    the worker can write them, so the folder must be one that all machines share.
 
     Raises:
-        StateError: Ray is not installed.
-        QuantWMError: Whatever a task raises.
+        StateError: Ray is not installed, or a worker's versions or machine are others than the results file's.
+        QuantWMError: Whatever a task raises; others that wait or run are cancelled.
     """
     try:
         ray: Any = importlib.import_module("ray")
@@ -112,18 +127,20 @@ def on_ray(given: Sequence[Task], jobs: int) -> Iterator[tuple[Cell, ...]]:
         raise StateError("--launcher ray: Ray is not installed; pip install 'quantwm-eval[ray]'") from error
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
-    gpus = 1 if given and given[0].setup.device.startswith("cuda") else 0
-    remote = ray.remote(num_gpus=gpus, num_cpus=0 if gpus else 1)(work)
     waiting: list[Any] = []
     left = list(given)
-    while waiting or left:
-        while left and len(waiting) < jobs:
-            waiting.append(remote.remote(left.pop(0)))
-        done, waiting = ray.wait(waiting, num_returns=1)
-        try:
+    try:
+        while waiting or left:
+            while left and len(waiting) < jobs:
+                task = left.pop(0)
+                waiting.append(ray.remote(**_needs(task))(work).remote(task))
+            done, waiting = ray.wait(waiting, num_returns=1)
             yield from ray.get(done)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from error
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    finally:
+        for reference in waiting:
+            ray.cancel(reference)
 
 
 LAUNCHERS: Mapping[str, Launcher] = {"local": local, "ray": on_ray}
@@ -144,14 +161,33 @@ _device: list[int] = []
 
 @functools.cache
 def _loaded(model: str, setup: Setup) -> Host:
-    """A process's host, on its own GPU where there are several."""
-    count = torch.cuda.device_count()
-    if _device and setup.device == "cuda" and count:
-        setup = replace(setup, device=f"cuda:{_device[0] % count}")
+    """A process's host."""
     return hosts.get(model)(setup)
 
 
-def _prepare(devices: Any, threads: int) -> None:
-    """Set a process up: its number, and its threads."""
+def _placed(setup: Setup) -> Setup:
+    """On the process's own GPU where there are several."""
+    count = torch.cuda.device_count()
+    if _device and setup.device == "cuda" and count:
+        return replace(setup, device=f"cuda:{_device[0] % count}")
+    return setup
+
+
+def _check_same(source: Provenance, device: str) -> None:
+    unlike = resume.unlike(source, provenance.collect((), device), OF_FIGURES)
+    if unlike:
+        raise StateError(
+            f"worker on {platform.node()}: not as the results file: {'; '.join(unlike)}; "
+            "install the same versions there, or keep that machine out of the run"
+        )
+
+
+def _needs(task: Task) -> dict[str, int]:
+    """What Ray is asked for."""
+    gpu = task.setup.device.startswith("cuda")
+    return {"num_gpus": int(gpu), "num_cpus": 0 if gpu else task.source.threads}
+
+
+def _prepare(devices: Any) -> None:
+    """Give a process its number."""
     _device.append(devices.get())
-    torch.set_num_threads(threads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,9 @@ def begin(path: Path, experiment: Experiment, provenance: Provenance) -> Results
     found, length = read(path)
     if not found.cells:
         return _fresh(path, experiment, provenance)
-    unlike = _differences(found, experiment, provenance)
-    if unlike:
-        raise StateError(f"{path}: belongs to another run: {'; '.join(unlike)}; name another file to keep both")
+    others = differing(found.experiment.to_json(), experiment.to_json()) + unlike(found.provenance, provenance)
+    if others:
+        raise StateError(f"{path}: belongs to another run: {'; '.join(others)}; name another file to keep both")
     if length < path.stat().st_size:
         with path.open("r+b") as file:
             file.truncate(length)
@@ -97,11 +97,14 @@ def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _differences(found: Results, experiment: Experiment, provenance: Provenance) -> list[str]:
-    theirs, ours = found.provenance.to_json(), provenance.to_json()
-    machine = [{name: plain[name] for name in MACHINE} for plain in (theirs, ours)]
-    return [
-        *differing(found.experiment.to_json(), experiment.to_json()),
-        *differing(theirs["versions"], ours["versions"]),
-        *differing(*machine),
-    ]
+def unlike(there: Provenance, here: Provenance, machine: Sequence[str] = MACHINE) -> list[str]:
+    """What two runs' versions and machines differ in, in words.
+
+    Args:
+        there: Of what was begun.
+        here: Of what goes on.
+        machine: Attributes that count beside versions.
+    """
+    theirs, ours = there.to_json(), here.to_json()
+    chosen = [{name: plain[name] for name in machine} for plain in (theirs, ours)]
+    return [*differing(theirs["versions"], ours["versions"]), *differing(*chosen)]

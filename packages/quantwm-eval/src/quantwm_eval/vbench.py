@@ -103,7 +103,7 @@ def score(
 
     Raises:
         StateError: VBench ended without a result; the message holds the end of what it said.
-        FormatError: Its result is not what VBench 0.1.5 writes.
+        FormatError: Its result is cut off, or not what VBench 0.1.5 writes.
     """
     names = {f"{number:06d}": video for number, video in enumerate(videos)}
     found: dict[str, Mapping[Video, float]] = {}
@@ -161,7 +161,14 @@ def _run(command: Path, videos: Path, dimension: str, out: Path) -> dict[str, An
     if not written:  # its exit status says nothing: the command ends with 0 whatever happened inside
         said = (ended.stderr or ended.stdout).strip()[-800:] or f"nothing, exit status {ended.returncode}"
         raise StateError(f"VBench left no result for {dimension}; it said: {said}")
-    plain: dict[str, Any] = json.loads(written[-1].read_text(encoding="utf-8"))
+    content = written[-1].read_bytes()
+    try:
+        plain: dict[str, Any] = json.loads(content)
+    except ValueError as error:
+        raise FormatError(
+            f"VBench's result for {dimension}, {len(content)} bytes, is no whole JSON: {error}; if the disk is not full, run the "
+            "same command again: only VBench is repeated"
+        ) from error
     return plain
 
 

@@ -46,7 +46,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argpar
         "--jobs", type=positive, default=1, metavar="N", help="batches of scenes at a time, a process each"
     )
     one.add_argument("--launcher", choices=launch.LAUNCHERS, default="local", help="who runs them (default: local)")
-    one.add_argument("--threads", type=positive, metavar="N", help="of torch (default: its choice)")
+    one.add_argument(
+        "--threads", type=positive, metavar="N",
+        help="of torch in each process (default: its choice, with several jobs at most cores / jobs)",
+    )  # fmt: skip
     _add_settings(one.add_argument_group("settings of the experiment"))
     _add_host(one.add_argument_group("another world"))
     judge = one.add_argument_group("VBench")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
@@ -57,8 +59,8 @@ def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: Ex
     if options.list:
         listed = [(name, named.get(name).about) for name in named.names()]
         return Answer(text_table.grid([("experiment", "what it asks"), *listed], left=2))
-    if "threads" in options:
-        torch.set_num_threads(options.threads)
+    if "threads" in options or options.jobs > 1:
+        torch.set_num_threads(_threads(options))
     path: Path = options.out / RESULTS
     try:
         judge = vbench.find(options.vbench) if "vbench" in options else None
@@ -78,10 +80,12 @@ def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: Ex
     tell(f"{path}: {len(begun.cells)} of {len(begun.cells) + begun.missing} cells are there")
     count = len(wanted.scenes) if judge is not None else options.videos
     kept = films.Films(options.out / films.VIDEOS, wanted, count, host.frame_rate) if count else None
-    if options.jobs > 1 or options.launcher != "local":
-        found = _apart(options, begun, path, launch.tasks(wanted, begun.cells, setup, kept))
-    else:
-        found = _here(wanted, host, begun, path, kept)
+    apart = options.jobs > 1 or options.launcher != "local"
+    found = begun if apart else _here(wanted, host, begun, path, kept)
+    del host
+    _free_memory()  # workers have hosts of their own, and VBench its models
+    if apart:
+        found = _apart(options, begun, path, launch.tasks(begun, setup, kept))
     text = f"{tables.text(found, paired.opponent(found, None))}\n\n{path}"
     if not found.valid:
         return Answer(text, "quantwm eval: INVALID, a BF16 control differed from its reference", FAILED)
@@ -91,6 +95,20 @@ def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: Ex
         return Answer(f"{_judged(judge, options, wanted, tell)}\n\n{text}")
     except QuantWMError as error:  # what was measured stands
         return Answer(text, f"quantwm eval: {error}", FAILED)
+
+
+def _threads(options: argparse.Namespace) -> int:
+    """Threads of torch in each process: as typed, or such that all processes together have no more than there are cores."""
+    if "threads" in options:
+        return int(options.threads)
+    return min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // options.jobs))
+
+
+def _free_memory() -> None:
+    """Give back what objects that are gone took, on the GPU too."""
+    gc.collect()  # a model's hooks may refer to it
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _here(wanted: Experiment, host: Host, begun: Results, path: Path, kept: films.Films | None) -> Results:
