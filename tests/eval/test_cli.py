@@ -1,5 +1,8 @@
 """The command's arguments: what is refused, how, and what that leaves behind."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,3 +97,25 @@ def test_a_full_disk_is_no_traceback(
     monkeypatch.setattr(demo, "produce", full)
     assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 1
     assert "No space left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "seed"),
+    [(("demo", "--seed"), str(10**23)), (("eval", "--methods", "rtn", "--scenes", "0", "--seeds"), str(2**63))],
+)
+def test_a_seed_that_no_generator_takes_is_bad_options(
+    command: tuple[str, ...], seed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command, seed, "--out", str(tmp_path / "out")]) == 2
+    assert f"seeds {seed}: need numbers from 0 to {2**63 - 1}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reader_that_has_enough_is_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        command = [sys.executable, "-m", "quantwm_eval", "eval", "--list"]
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0
+    assert "BrokenPipeError" not in done.stderr

@@ -74,6 +74,16 @@ def test_every_line_is_strict_json_and_states_its_versions(tmp_path: Path) -> No
     assert lines[1]["values"]["psnr"] == "Infinity"
 
 
+def changed(line: str, *path: str, **changes: object) -> str:
+    """A line with other entries in the object at a path."""
+    plain = json.loads(line)
+    place = plain
+    for name in path:
+        place = place[name]
+    place.update(changes)
+    return json.dumps(plain)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -86,6 +96,13 @@ def test_every_line_is_strict_json_and_states_its_versions(tmp_path: Path) -> No
         ),
         (lambda lines: [lines[0].replace('"cores"', '"chores"', 1)], "line 1 is incomplete"),
         (lambda lines: [*lines[:-1], lines[-1][:-20]], "line 3 is not JSON"),
+        (lambda lines: [changed(lines[0], "provenance", versions=3)], "line 1 is incomplete: versions 3: need dict"),
+        (lambda lines: [changed(lines[0], "provenance", command=3)], "line 1 is incomplete: command 3: need str"),
+        (lambda lines: [changed(lines[0], experiment=3)], "line 1 is incomplete"),
+        (lambda lines: [lines[0], changed(lines[1], seed=[1])], r"line 2 is not a cell: seed \[1\]: need int"),
+        (lambda lines: [lines[0], changed(lines[1], scene=True)], "line 2 is not a cell: scene True: need int"),
+        (lambda lines: [lines[0], changed(lines[1], method=None)], "line 2 is not a cell: method None: need str"),
+        (lambda lines: [lines[0], changed(lines[1], valid="no")], "line 2 is not a cell: valid 'no': need bool"),
         (lambda lines: [lines[0], lines[1].replace('"values"', '"figures"')], "line 2 is not a cell"),
         (lambda lines: [lines[0], lines[1].replace("0.5", '"half"')], "line 2 is not a cell"),
     ],

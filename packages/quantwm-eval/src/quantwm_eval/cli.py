@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (QuantWMError, OSError) as error:
         answer = Answer("", f"quantwm: {error}", FAILED)
     if answer.text:
-        print(answer.text)
+        _print(answer.text)
     if answer.complaint:
         print(answer.complaint, file=sys.stderr)
     return answer.status
@@ -45,6 +46,16 @@ def parser() -> argparse.ArgumentParser:
     for command in (demo, evaluate, report, compare):
         command.add(commands)
     return top
+
+
+def _print(text: str) -> None:
+    """Print to whoever still listens: a reader such as ``head`` may have all that it wants before the end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, sys.stdout.fileno())  # what is left would be written once more when Python ends
+        os.close(silent)
 
 
 def _tell(line: str) -> None:

@@ -13,6 +13,8 @@ from quantwm_eval import metrics
 Option: TypeAlias = int | float | str | bool | None
 KINDS = ("walk", "look-away", "prompt")
 CONTROL = "bf16"
+SEEDS = 2**63
+"""How many seeds there are: what torch and NumPy both take."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,9 @@ class Experiment:
         for name, least in (("frames", 1), ("chunks_per_seal", 1), ("batch", 1), ("samples", 0)):
             if getattr(self, name) < least:
                 raise ParameterError(f"{name} {getattr(self, name)}: need at least {least}")
-        if min(self.seeds) < 0:
-            raise ParameterError(f"seeds {min(self.seeds)}: need numbers of at least 0")
+        for seed in self.seeds:
+            if not 0 <= seed < SEEDS:
+                raise ParameterError(f"seeds {seed}: need numbers from 0 to {SEEDS - 1}")
         for kind in self.kinds:
             lookup("kind", kind, KINDS)
         for metric in self.metrics:

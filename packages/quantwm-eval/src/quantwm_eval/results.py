@@ -154,7 +154,8 @@ def parse(path: Path, text: str) -> Results:
         )
     try:
         experiment, provenance = Experiment.from_json(head["experiment"]), Provenance(**head["provenance"])
-    except (KeyError, TypeError) as error:
+        _check_types(provenance, command=str, versions=dict)
+    except (KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"{path}: line 1 is incomplete: {error}") from error
     return Results(experiment, provenance, tuple(_cell(path, number, line) for number, line in enumerate(plain[1:], 2)))
 
@@ -174,9 +175,23 @@ def _cell(path: Path, number: int, line: Mapping[str, Any]) -> Cell:
             ),
         )
         key = line["kind"], line["scene"], line["seed"], line["method"]
-        return Cell(*key, line["valid"], measured, line.get("reference", ""))
+        cell = Cell(*key, line["valid"], measured, line.get("reference", ""))
+        _check_types(cell, kind=str, scene=int, seed=int, method=str, valid=bool, reference=str)
+        return cell
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"{path}: line {number} is not a cell: {error}") from error
+
+
+def _check_types(value: object, **wanted: type) -> None:
+    """Refuse what JSON holds in the place of another type.
+
+    Raises:
+        TypeError: A field is of another type; the message says which, and what came.
+    """
+    for name, needed in wanted.items():
+        came = getattr(value, name)
+        if type(came) is not needed:
+            raise TypeError(f"{name} {came!r}: need {needed.__name__}")
 
 
 def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
