@@ -30,6 +30,14 @@ def test_the_rows_whiten_the_metric_and_decorrelate_the_covariance(seed: int, ch
     assert (np.diff(spread.diagonal()) <= 1e-9 * spread.max()).all()
 
 
+def test_a_metric_that_rounds_to_an_indefinite_one_is_whitened_where_it_is_known() -> None:
+    metric = np.diag([4.0, 1.0, *[-1e-9] * 6])
+    rows = basis.fit(_definite(0, 8), metric)
+    assert np.isfinite(rows).all()
+    whitened = rows @ np.maximum(metric, 4.0 * basis.RIDGE * np.eye(8)) @ rows.T
+    assert_within("rows G rows^T", whitened, np.eye(8), 1e-6)
+
+
 @given(seed=SEEDS)
 def test_no_other_directions_hold_more_energy(seed: int) -> None:
     covariance, metric = _definite(seed, 16), _definite(seed + 1, 16)

@@ -45,6 +45,15 @@ def test_a_target_error_is_met(tolerance: float) -> None:
     assert tolerance / 4 < errors < 1.3 * tolerance
 
 
+def test_a_moment_of_few_queries_is_damped_as_little_as_one_likes() -> None:
+    keys, past = _recording()
+    few = past[:, :, :5]
+    moment = second_moment(few, 2)
+    assert np.linalg.eigvalsh(moment.mean).min() < 0  # of FP32, whose rounding is larger than what is added
+    error = _logit_error(methods.get("klt", damp=1e-8).seal("keys", keys, moment), keys, few)
+    assert error < _logit_error(methods.get("klt").seal("keys", keys), keys, few)
+
+
 def test_heads_of_a_layer_share_their_bytes() -> None:
     keys, past = _recording()
     loud = keys.astype(np.float32)

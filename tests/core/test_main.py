@@ -1,6 +1,8 @@
 """``python -m quantwm_core`` as its user meets it: files in, files out, messages, exit codes."""
 
 import json
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -122,7 +124,7 @@ def test_bad_input_ends_a_command_with_two_and_a_message(
         (["--chunk", "4", "--set", "decay=2"], "decay 2"),
         (["--chunk", "4", "--set", 'decay="x"'], "decay 'x'"),
         (["--chunk", "4", "--out", "absent/x"], "absent"),
-        (["--chunk", "4", "--out", "."], ".partial"),
+        (["--chunk", "4", "--out", "."], "no regular file"),
     ],
 )
 def test_bad_options_are_explained(
@@ -257,3 +259,34 @@ def test_the_input_is_never_written_over(command: str, dump: Path, capsys: pytes
     assert main([command, str(file), *extra, "--out", str(file.parent / "." / file.name)]) == 2
     assert "the input itself" in capsys.readouterr().err
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("command", ["compress", "restore"])
+@pytest.mark.parametrize("extra", [[], ["--overwrite"]])
+def test_only_a_regular_file_is_ever_replaced(
+    command: str, extra: list[str], dump: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sealed, folder = dump.with_name("sealed.safetensors"), dump.parent
+    assert main(["compress", str(dump), "--chunk", "8", "--out", str(sealed)]) == 0
+    given = [command, str(dump), "--chunk", "8"] if command == "compress" else [command, str(sealed)]
+    other = folder / "other"
+    other.write_bytes(b"mine")
+    os.mkfifo(folder / "pipe")
+    (folder / "dangling").symlink_to(folder / "absent")
+    (folder / "link").symlink_to(other)
+    (folder / "folder").mkdir()
+    for name in ("pipe", "dangling", "link", "folder"):
+        before = (folder / name).lstat()
+        assert main([*given, "--out", str(folder / name), *extra]) == 2
+        assert "no regular file" in capsys.readouterr().err
+        after = (folder / name).lstat()
+        assert (after.st_ino, stat.S_IFMT(after.st_mode)) == (before.st_ino, stat.S_IFMT(before.st_mode))
+    assert other.read_bytes() == b"mine"
+    assert not (folder / "absent").exists()
+
+
+def test_the_input_is_known_by_any_name(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    twin = dump.with_name("twin.safetensors")
+    twin.hardlink_to(dump)
+    assert main(["compress", str(dump), "--chunk", "8", "--out", str(twin), "--overwrite"]) == 2
+    assert "the input itself" in capsys.readouterr().err

@@ -340,6 +340,7 @@ def test_the_unit_before_changes_nothing_but_a_warm_start_and_what_is_shared(var
         ("klt", {"value_bits": 9.0}, "klt bits 9.0"),
         ("klt", {"tolerance": 1.0}, "klt tolerance 1.0"),
         ("klt", {"damp": 0.0}, "damp 0.0"),
+        ("klt", {"damp": 1e300}, r"damp 1e\+300: need 0 to 1 and more than 0 up to 1e\+09"),
         ("klt", {"lifetime": -1.0}, "lifetime -1.0"),
         ("klt", {"allocation": "token"}, "allocation 'token': known: head, layer"),
         ("kvtc", {"bits": 8.5}, "kvtc bits 8.5"),

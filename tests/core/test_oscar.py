@@ -1,13 +1,15 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from quantwm_core import basis, methods
 from quantwm_core.basis import Basis
 from quantwm_core.method import decode_tensor
-from quantwm_core.methods.oscar import hadamard
+from quantwm_core.methods.oscar import SHARED_PARTS, hadamard
 from quantwm_core.statistics import QueryMoment
 from tests.core import strategies
-from tests.core.compare import assert_within
+from tests.core.compare import assert_arrays, assert_within
 
 
 @pytest.mark.parametrize("channels", [8, 32, 80, 96, 128])
@@ -40,6 +42,14 @@ def test_a_rotation_waits_for_queries_and_is_kept_then() -> None:
     assert later.arrays["shared_basis"] is fitted.arrays["shared_basis"]
     half = QueryMoment(moment.mean * np.array([1, 0], np.float32)[None, :, None, None], 5)
     assert oscar.seal("keys", unit, half, first).arrays["shared_fitted"].tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("part", SHARED_PARTS)
+def test_a_rotation_that_is_not_whole_is_not_kept(part: str) -> None:
+    unit, oscar = strategies.unit(("normal",), 0, 40, 32), methods.get("oscar")
+    first = oscar.seal("values", unit)
+    damaged = replace(first, arrays={name: array for name, array in first.arrays.items() if name != part})
+    assert_arrays("fitted anew", dict(oscar.seal("values", unit, None, damaged).arrays), dict(first.arrays))
 
 
 def test_bits_of_an_element_are_those_of_the_paper() -> None:

@@ -1,6 +1,7 @@
 """What the methods of a transform code have in common; klt stands for them."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from quantwm_core import allocation, archive, basis, chunk, cost, methods, transform
 from quantwm_core.chunk import SealedChunk, SealedTensor
-from quantwm_core.errors import FormatError, ShapeError
+from quantwm_core.errors import FormatError, ParameterError, ShapeError
 from quantwm_core.method import Scheme, decode_tensor, scheme
 from tests.core import strategies, tolerances
 from tests.core.compare import assert_bits, assert_within
@@ -33,6 +34,11 @@ def _unit(seed: int = 0, tokens: int = 96, channels: int = 32, drift: float = 0.
 
 def _seal(name: str, unit: np.ndarray, previous: SealedTensor | None = None, **parameters: Any) -> SealedTensor:
     return methods.get(name, **parameters).seal("values", unit, None, previous)
+
+
+def _without(sealed: SealedTensor, part: str) -> SealedTensor:
+    """What a damaged file may hold."""
+    return replace(sealed, arrays={name: array for name, array in sealed.arrays.items() if name != part})
 
 
 @settings(max_examples=25)
@@ -100,6 +106,17 @@ def test_a_basis_is_shared_until_a_new_one_is_worth_its_bytes(name: str) -> None
         assert (sealed.arrays["shared_basis"] is not first.arrays["shared_basis"]) == renewed
 
 
+def test_a_basis_that_needs_more_bytes_for_the_same_error_is_renewed() -> None:
+    rng = np.random.default_rng(0)
+    flat, normal = (rng.standard_normal((1, 1, 2048, 64)) for _ in range(2))
+    steep = (normal * np.exp2(-np.arange(64) / 6)).astype("bfloat16")
+    first = _seal("klt", flat.astype("bfloat16"), tolerance=0.003)
+    fresh, after = _seal("klt", steep, tolerance=0.003), _seal("klt", steep, first, tolerance=0.003)
+    assert after.arrays["codes"].nbytes == fresh.arrays["codes"].nbytes
+    kept = _seal("klt", steep, first, tolerance=0.003, lifetime=0.0)
+    assert kept.arrays["codes"].nbytes > 2 * fresh.arrays["codes"].nbytes
+
+
 @CODES
 def test_a_renewed_basis_codes_the_unit_as_if_nothing_had_been_before(name: str) -> None:
     unit = _unit(2, drift=9.0)
@@ -116,6 +133,7 @@ def test_a_basis_of_another_cache_is_not_taken(name: str) -> None:
         _seal(name, _unit(channels=40)),
         _seal({"klt": "kvtc", "kvtc": "klt"}[name], _unit()),
         _seal("rtn", _unit()),
+        *(_without(_seal(name, _unit()), part) for part in basis.PARTS),
     ):
         want = _seal(name, unit)
         for part, array in _seal(name, unit, stranger, lifetime=0.0).arrays.items():
@@ -175,6 +193,14 @@ def test_a_direction_that_is_not_in_the_basis_is_refused() -> None:
     order = np.full_like(sealed.arrays["order"], 255)
     with pytest.raises(FormatError, match="klt"):
         decode_tensor(SealedTensor("klt", sealed.parameters, sealed.shape, {**sealed.arrays, "order": order}))
+
+
+@CODES
+def test_a_rate_without_a_single_block_is_refused(name: str) -> None:
+    method, unit = methods.get(name, bits=0.5), np.ones((1, 1, 4, 16), "bfloat16")
+    for call in (lambda: method.seal("keys", unit), lambda: method.nbytes("keys", unit.shape, first=True)):
+        with pytest.raises(ParameterError, match=r"0\.5 bits an element of head dimension 16: need 1\.0"):
+            call()
 
 
 @pytest.mark.parametrize("name", ["klt", "kvtc", "oscar"])

@@ -146,6 +146,28 @@ def test_the_command_prints_a_table_and_writes_strict_json(tmp_path: Path, capsy
     assert json.loads(out.read_text())["pairs"][0]["values"]["psnr"] == "Infinity"
 
 
+def test_no_input_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = save_film(tmp_path / "a.mp4", A), save_film(tmp_path / "b.mp4", B)
+    still = save_frames(tmp_path / "frames", A) / "frame_3.png"
+    many = save_film(tmp_path / "many" / "x.mp4", A)
+    (tmp_path / "link").symlink_to(a)
+    (tmp_path / "twin").hardlink_to(b)
+    for first, second, out in (
+        (a, b, a),
+        (a, b, b),
+        (a, b, tmp_path / "frames" / ".." / "a.mp4"),
+        (a, b, tmp_path / "link"),
+        (a, b, tmp_path / "twin"),
+        (still.parent, b, still),
+        (many.parent, many.parent, many),
+    ):
+        before = out.read_bytes()
+        given = [str(first), str(second), "--metrics", "psnr", "--out", str(out), "--overwrite"]
+        assert cli.main(["compare", *given]) == 2
+        assert "an input itself" in capsys.readouterr().err
+        assert out.read_bytes() == before
+
+
 def test_processes_change_no_figure_and_failures_are_told_from_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,8 @@
 """A run that is killed, a file that is cut off, a file that is another's: nothing is lost and nothing is mixed."""
 
 import dataclasses
+import errno
+import fcntl
 import json
 import signal
 import subprocess
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from quantwm_core.errors import FormatError, ParameterError, StateError
-from quantwm_eval import provenance, results, resume
+from quantwm_eval import cli, ownership, provenance, results, resume
 from quantwm_eval.evaluate import evaluate
 from quantwm_eval.experiment import Experiment, MethodChoice
 from quantwm_eval.results import Results
@@ -209,3 +211,80 @@ def test_without_samples_nobody_looks_on(tmp_path: Path) -> None:
     for cell in found.cells:
         assert "selection_shift" not in cell.measurement.values
         assert {"psnr", "seconds", "bits_per_element"} <= cell.measurement.values.keys()
+
+
+SECOND = """
+import sys
+from pathlib import Path
+from quantwm_eval import ownership
+with ownership.owned(Path(sys.argv[1])):
+    print("mine", flush=True)
+    sys.stdin.read()
+"""
+
+
+def second_run(folder: Path) -> subprocess.Popen[str]:
+    """A process that owns the folder until it is told to end."""
+    piped: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = subprocess.Popen([sys.executable, "-c", SECOND, str(folder)], cwd=Path(__file__).parents[2], **piped)
+    assert started.stdout is not None
+    assert started.stdout.readline() == "mine\n"
+    return started
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_second_run_waits_for_the_first_however_that_ends(
+    tmp_path: Path, killed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("quantwm_eval.hosts.demo.LOAD", lambda _setup: FakeHost())
+    given = ["eval", "--methods", "rtn", "--scenes", "0", "--frames", "6", "--kinds", "walk", "--out", str(tmp_path)]
+    with second_run(tmp_path) as first:
+        path = tmp_path / "results.jsonl"
+        path.write_text(results.header_line(WANTED, SOURCE))  # what a run has written before its first cell
+        before = path.stat().st_ino
+        assert cli.main(given) == 2
+        assert f"process {first.pid} on " in capsys.readouterr().err
+        assert path.stat().st_ino == before
+        if killed:
+            first.kill()
+    assert (tmp_path / ownership.LOCK).exists() is killed
+    assert cli.main(given) == 0
+    assert not (tmp_path / ownership.LOCK).exists()
+    assert results.load(path).missing == 0
+
+
+def test_a_lock_that_another_run_removed_is_not_taken_for_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock = fcntl.flock
+
+    def late(file: Any, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        (tmp_path / ownership.LOCK).unlink()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with ownership.owned(tmp_path), pytest.raises(StateError, match="process"), ownership.owned(tmp_path):
+        pytest.fail("two runs own one folder")
+
+
+@pytest.mark.parametrize("lost", ["replaced", "removed"])
+def test_no_cell_goes_to_a_file_that_is_no_longer_there(tmp_path: Path, lost: str) -> None:
+    path = tmp_path / "results.jsonl"
+    begun = resume.begin(path, WANTED, SOURCE)
+
+    def steal(title: str) -> None:
+        if title == "walk 0, bf16":
+            path.unlink(missing_ok=True)
+            if lost == "replaced":
+                resume.begin(path, WANTED, SOURCE)
+
+    with pytest.raises(StateError, match="was removed or replaced"):
+        evaluate(WANTED, FakeHost(), begun, path, steal)
+
+
+def test_where_locks_are_not_offered_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_file: object, _operation: int) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with ownership.owned(tmp_path):
+        pass

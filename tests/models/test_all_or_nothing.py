@@ -59,6 +59,39 @@ def test_a_chunk_that_cannot_be_sealed(method: str, kind: str, value: float) -> 
     assert cache.report().chunks_sealed == 5
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sink": 1.5}, "sink 1.5: need a whole number"),
+        ({"window": True}, "window True: need a whole number or None"),
+        ({"window": "x"}, "window 'x': need a whole number or None"),
+        ({"workspace": 3}, r"workspace 3: need Workspace\(\) or None"),
+        ({"offload": True}, r"offload True: need Offload\(\) or None"),
+    ],
+)
+def test_settings_of_a_wrong_type(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        LayerCache("bf16", **settings)
+
+
+def test_arguments_of_a_wrong_type() -> None:
+    cache = LayerCache("bf16", layer=1)
+    fill(cache, 2)
+    keys, values = chunk(2)
+    wrong: Any = keys.numpy(force=True) if keys.dtype is not torch.bfloat16 else keys.float().numpy(force=True)
+    calls: list[tuple[Callable[[], object], type[QuantWMError], str]] = [
+        (lambda: cache.attend(wrong), DtypeError, "layer 1: queries: got ndarray"),
+        (lambda: cache.append(keys.to_sparse(), values), StateError, "layout torch.sparse_coo"),
+        (lambda: cache.read(1.5, 3), RangeError, "1.5 to 3: need .* in whole numbers"),  # type: ignore[arg-type]  # the point of it
+        (lambda: cache.evict("a", 1), RangeError, "'a' to 1: need .* in whole numbers"),  # type: ignore[arg-type]  # the point of it
+        (lambda: cache.store_in(True), ParameterError, "offload True"),  # type: ignore[arg-type]  # the point of it
+        (lambda: cache.rebuild(keys, values, None, [-1, 17]), ShapeError, r"chunks of \[-1, 17\] tokens"),
+        (lambda: cache.rebuild(wrong, values, None, [16]), DtypeError, "keys: got ndarray"),
+    ]
+    for call, error, message in calls:
+        unchanged(cache, call, error, message)
+
+
 def test_a_unit_of_several_chunks_is_sealed_whole_or_not_at_all() -> None:
     cache = LayerCache("quantwm", layer=2, chunks_per_seal=3, sink=4, window=200)
     fill(cache, 5)

@@ -1,6 +1,7 @@
 """The demo adapter under the bundled world model itself, with small random weights."""
 
 import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantwm_models import adapters, attach
+from quantwm_models import adapters, attach, snapshot
 from quantwm_models.errors import HostError
 from tests.models.chunks import bits
 
@@ -92,3 +93,34 @@ def test_the_sink_that_is_set_later_is_the_one_that_counts(world: Any) -> None:
     sink = 2 * world.config.frame_tokens
     assert attachment.caches[0].chunks[0].stop == sink
     assert attachment.caches[0].stream.live[0] == (0, sink)
+
+
+def walked(world: Any, caches: Any, numbers: range) -> list[bytes]:
+    """Chunks of a video by a loop that can begin anywhere; noise and actions are of the chunk's number alone."""
+    made, size = [], world.config.chunk_frames
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        frames = torch.randn(2, size, 64, 64, 3, generator=generator)
+        actions = torch.randint(0, 7, (2, size), generator=generator)
+        for level in (1.0, 0.5, 0.0):
+            frames = world.model.denoise(frames, level, actions, caches, number * world.config.chunk_tokens)
+        made.append(bits(frames))
+    return made
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("method", ["quantwm", "klt"])
+def test_a_world_goes_on_from_a_snapshot(world: Any, method: str, offload: bool, tmp_path: Path) -> None:
+    world.local_attn_chunks, world.sink_frames = 3, 4
+    with torch.no_grad(), attach(world, method, offload=offload) as attachment:
+        caches = world._initialize_kv_cache(2, world.dtype, "cpu")
+        walked(world, caches, range(5))
+        snapshot.save(attachment, tmp_path / "world")
+        straight = walked(world, caches, range(5, 8))
+    with torch.no_grad(), attach(world, method, offload=offload) as attachment:
+        caches = world._initialize_kv_cache(2, world.dtype, "cpu")
+        snapshot.load(attachment, tmp_path / "world")
+        for entry, cache in zip(caches, attachment.caches, strict=True):
+            entry["global_end_index"].fill_(cache.stream.end)
+            entry["local_end_index"].fill_(cache.tokens)
+        assert walked(world, caches, range(5, 8)) == straight

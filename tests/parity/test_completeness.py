@@ -52,6 +52,10 @@ WITHOUT_NAMESAKE = {
     "chunk.described": "what a list of tensors and what travels beside it make together",
     "chunk.description": "what travels beside a list of tensors",
     "chunk.storage_nbytes": "a tensor's storage may exceed the tensor",
+    "tensor_file.TensorFile": "NumPy reads a file as a whole",
+    "tensor_file.available_device": "NumPy has no devices",
+    "tensor_file.opened": "NumPy reads a file as a whole",
+    "tensor_file.write_tensors": "chunk.write_arrays, for tensors of any device",
     "triton.kernel": "NumPy launches nothing",
 }
 

@@ -267,6 +267,22 @@ def test_a_damaged_unit_is_refused_before_any_address_is_followed(
         _ = replace(sealed, arrays=arrays).row
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", list(variants.every()), ids=str)
+def test_a_damaged_file_is_refused_whatever_it_lacks(variant: variants.Variant, kind: Kind) -> None:
+    unit = strategies.unit(("normal", "zeros"), 5, 40, 48)
+    core = variant.make().seal(kind, unit, strategies.moment(1, 2, 48))
+    sealed = SealedTensor.from_core(core).to("cpu")
+    for name in core.arrays.keys() - {"sparse_values"}:  # which a unit lacks whose coefficients are all zero
+        lacking = {other: array for other, array in core.arrays.items() if other != name}
+        with pytest.raises(FormatError, match=core.method):
+            decode_tensor(replace(core, arrays=lacking))
+        with pytest.raises(FormatError, match=f"sealed with {core.method} lacks its array '{name}'"):
+            _ = replace(sealed, arrays={other: sealed.arrays[other] for other in lacking}).row
+        with pytest.raises((FormatError, DtypeError), match=core.method):
+            _ = replace(sealed, arrays={**sealed.arrays, name: torch.tensor(1)}).row
+
+
 def test_another_method_is_refused_by_name() -> None:
     with pytest.raises(DeviceError, match="negated"):
         _ = SealedTensor("negated", {}, (1, 1, 2, 4), {"exact": torch.zeros(1, 1, 2, 4)}).row

@@ -1,7 +1,9 @@
 """Whole tensors sealed on a GPU: what core stores of the same codebook and index, byte by byte, or a typed error."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -336,6 +338,9 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     ):
         with pytest.raises(ParameterError, match=match):
             begin(device, [(method, "keys", unit)], strategies.moment(1, 1, 32))
+    for name in TRANSFORMS:
+        with pytest.raises(ParameterError, match=r"0\.5 bits an element of head dimension 16: need 1\.0"):
+            begin(device, [(core_methods.get(name, bits=0.5), "keys", unit[..., :16])])
 
 
 @pytest.mark.parametrize("name", [*TRANSFORMS, *ROTATED])
@@ -354,12 +359,50 @@ def test_a_unit_is_sealed_in_the_basis_of_the_one_before(device: torch.device, n
                 check_errors(numpy_of(after), reference, units[1])
 
 
-def test_streams_may_be_taken_a_few_at_a_time(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantwm_kernels.triton.transform_sealing.MOST_WIDE", 65 * 64 * 2)
-    method, unit = core_methods.get("klt"), strategies.unit(("normal", "clusters", "channels"), 1, 65, 64)
+@pytest.mark.parametrize("name", ["klt", "oscar"])
+def test_streams_may_be_taken_a_few_at_a_time(device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    most, sizes, clipped = 65 * 64 * 2, list[int](), kernels.baselines._clipped
+
+    def noted(rotated: torch.Tensor, *others: Any) -> torch.Tensor:
+        sizes.append(rotated.numel())
+        return cast("torch.Tensor", clipped(rotated, *others))
+
+    monkeypatch.setattr("quantwm_kernels.triton.transform_sealing.MOST_WIDE", most)
+    monkeypatch.setattr("quantwm_kernels.triton.baselines._clipped", noted)
+    method, unit = core_methods.get(name), strategies.unit(("normal", "clusters", "channels"), 1, 65, 64)
     moment = strategies.moment(5, 3, 64)
-    (sealed,) = begin(device, [(method, "keys", unit)], moment).wait()
-    check(sealed, unit, method, "keys", moment)
+    for kind in KINDS:
+        (sealed,) = begin(device, [(method, kind, unit)], moment).wait()
+        check(sealed, unit, method, kind, moment)
+    assert max(sizes, default=0) <= most
+    assert bool(sizes) == (name == "oscar")
+
+
+def test_a_basis_that_needs_more_bytes_for_the_same_error_is_renewed(device: torch.device) -> None:
+    rng = np.random.default_rng(0)
+    flat, normal = (rng.standard_normal((1, 1, 300, 32)) for _ in range(2))
+    steep = (normal * np.exp2(-np.arange(32) / 4)).astype("bfloat16")
+    method = core_methods.get("klt", tolerance=0.02)
+    first = begin(device, [(method, "values", flat.astype("bfloat16"))]).wait()
+    (fresh,), (after,) = (begin(device, [(method, "values", steep)], None, each).wait() for each in ((), first))
+    assert after.arrays["codes"].nbytes == fresh.arrays["codes"].nbytes < first[0].arrays["codes"].nbytes / 2
+
+
+def test_a_moment_of_few_queries_is_damped_as_little_as_one_likes(device: torch.device) -> None:
+    unit, moment = strategies.unit(("normal",), 1, 65, 64), strategies.moment(3, 1, 64, rank=2)
+    assert np.linalg.eigvalsh(moment.mean).min() < 0
+    method = core_methods.get("klt", damp=1e-8)
+    check(begin(device, [(method, "keys", unit)], moment).wait()[0], unit, method, "keys", moment)
+
+
+@pytest.mark.parametrize("name", [*TRANSFORMS, *ROTATED])
+def test_a_basis_that_is_not_whole_is_not_kept(device: torch.device, name: str) -> None:
+    method, unit = core_methods.get(name), strategies.unit(("normal",), 1, 40, 32)
+    first = begin(device, [(method, "values", unit)]).wait()[0]
+    for part in first.shared:
+        damaged = replace(first, arrays={other: array for other, array in first.arrays.items() if other != part})
+        (sealed,) = begin(device, [(method, "values", unit)], None, [damaged]).wait()
+        assert_arrays("fitted anew", dict(numpy_of(sealed).arrays), dict(numpy_of(first).arrays))
 
 
 def test_a_basis_elsewhere_is_refused(device: torch.device) -> None:
@@ -401,6 +444,53 @@ def test_nothing_is_waited_for_while_a_chunk_is_begun(gpu: torch.device) -> None
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [each.wait().start for each in pending] == [5] * len(schemes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "late"),
+    [("klt", "transform_sealing._flat"), ("oscar", "baselines.packing.pack")],
+)
+def test_a_unit_is_finished_on_the_stream_on_which_it_was_begun(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, name: str, late: str
+) -> None:
+    unit = torch.randn(1, 4, 3000, 128, device=gpu).bfloat16()
+    method = core_methods.get(name)
+    (want,) = kernels.seal([Asked(method, "values", unit, "values")]).wait()
+    begun, caller = (torch.cuda.Stream(gpu) for _ in range(2))
+    used, original = [], attrgetter(late)(kernels)
+
+    def delayed(*args: Any) -> Any:
+        used.append(torch.cuda.current_stream(gpu))
+        torch.cuda._sleep(200_000_000)  # a caller that does not wait would come first
+        return original(*args)
+
+    monkeypatch.setattr(f"quantwm_kernels.triton.{late}", delayed)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(begun):
+        pending = kernels.seal([Asked(method, "values", unit, "values")])
+    with torch.cuda.stream(caller):
+        (got,) = pending.wait()
+        copies = {part: array.clone() for part, array in got.arrays.items()}
+        unit.zero_()
+    torch.cuda.synchronize()
+    assert set(used) == {begun}
+    for part, array in want.arrays.items():
+        assert torch.equal(copies[part].view(torch.uint8), array.view(torch.uint8)), part
+
+
+@pytest.mark.gpu
+def test_a_rotation_takes_no_more_memory_for_more_streams(gpu: torch.device) -> None:
+    extra = []
+    for heads in (8, 32):
+        unit = torch.randn(1, heads, 29640, 128, device=gpu).bfloat16()
+        torch.cuda.reset_peak_memory_stats(gpu)
+        before = torch.cuda.memory_allocated(gpu)
+        (sealed,) = kernels.seal([Asked(core_methods.get("oscar"), "values", unit, "values")]).wait()
+        extra.append(torch.cuda.max_memory_allocated(gpu) - before - 3 * unit.nbytes)  # what is stored is less
+        assert sealed.nbytes < unit.nbytes
+    assert max(extra) < 3 << 30
+    assert extra[1] < 1.25 * extra[0]
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from quantwm_core import archive, chunk, method, methods
 from quantwm_core.errors import ParameterError, QuantWMError
 
 SUFFIX = ".qwm.safetensors"
+OVERWRITE = "replace the regular file that stands at --out; links, pipes and devices never are"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,11 +33,11 @@ def parser() -> argparse.ArgumentParser:
     compress.add_argument("--chunks-per-seal", type=int, metavar="M", help="chunks per sealed unit")
     compress.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="parameter, such as rank=16")
     compress.add_argument("--out", type=Path, help=f"default: FILE with {SUFFIX}")
-    compress.add_argument("--overwrite", action="store_true", help="replace what stands at --out")
+    compress.add_argument("--overwrite", action="store_true", help=OVERWRITE)
     restore = commands.add_parser("restore", help="sealed chunks -> BF16 keys and values")
     restore.add_argument("file", type=Path)
     restore.add_argument("--out", type=Path, help="default: FILE with .restored.safetensors")
-    restore.add_argument("--overwrite", action="store_true", help="replace what stands at --out")
+    restore.add_argument("--overwrite", action="store_true", help=OVERWRITE)
     inspect = commands.add_parser("inspect", help="what a compressed file holds, byte for byte")
     inspect.add_argument("file", type=Path)
     inspect.add_argument("--json", action="store_true", help="a JSON object a chunk")
@@ -79,10 +81,14 @@ def _restore(options: argparse.Namespace) -> None:
 
 
 def _check_free(out: Path, options: argparse.Namespace) -> None:
-    """Refuse to write over the file that is read, or over another one unless told to."""
-    if out.resolve() == options.file.resolve():
+    """Refuse to write over the file that is read, over what is no regular file, or over another one unless told to."""
+    if out.exists() and options.file.exists() and out.samefile(options.file):
         raise ParameterError(f"{out}: that is the input itself; name another file with --out")
-    if out.is_file() and not options.overwrite:
+    if not os.path.lexists(out):
+        return
+    if out.is_symlink() or not out.is_file():
+        raise ParameterError(f"{out}: exists and is no regular file, which --out never replaces; name another file")
+    if not options.overwrite:
         raise ParameterError(f"{out}: exists; name another file with --out, or add --overwrite")
 
 

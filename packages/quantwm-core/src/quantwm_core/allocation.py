@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int64, UInt8
 
+from quantwm_core.errors import ParameterError
+
 BLOCK = 8
 """Directions of a block; with ``w`` bits a direction they take ``w`` bytes a token."""
 
@@ -35,10 +37,19 @@ class _Rise(NamedTuple):
 def budget(bits: float, channels: int) -> int:
     """Bytes of a token's codes: ``bits`` an element at most, and an even number.
 
+    Raises:
+        ParameterError: That is not a single block of two bits.
+
     >>> budget(2.0, 128), budget(1.25, 80)
     (32, 12)
     """
-    return int(bits * channels / 8) // 2 * 2
+    nbytes = int(bits * channels / 8) // 2 * 2
+    if nbytes == 0:
+        raise ParameterError(
+            f"{bits} bits an element of head dimension {channels}: need {BLOCK * CODED_WIDTHS[-1] / channels}, "
+            f"two bits for {BLOCK} directions"
+        )
+    return nbytes
 
 
 def token_bytes(counts: Sequence[int] | UInt8[np.ndarray, "3"]) -> int:

@@ -93,6 +93,23 @@ def wide(
     return rows.astype(np.float64) * scales.astype(np.float64)[:, None]
 
 
+def normalised(
+    moments: Float64[np.ndarray, "*streams channels channels"],
+) -> tuple[Float64[np.ndarray, "*streams channels channels"], Float64[np.ndarray, "*streams"]]:
+    """Moments over the means of their diagonals, and those means; the identity and zero where a moment is zero.
+
+    :func:`quantwm_core.statistics.normalised` is the same in FP32.
+
+    >>> normalised(np.diag([1.0, 3.0]))
+    (array([[0.5, 0. ],
+           [0. , 1.5]]), array(2.))
+    """
+    average = np.asarray(np.trace(moments, axis1=-2, axis2=-1)) / moments.shape[-1]
+    known = (average > 0)[..., None, None]
+    divisor = np.where(known, average[..., None, None], 1.0)
+    return np.where(known, moments / divisor, np.eye(moments.shape[-1])), np.asarray(average)
+
+
 def fit(
     covariance: Float64[np.ndarray, "channels channels"], metric: Float64[np.ndarray, "channels channels"]
 ) -> Float64[np.ndarray, "channels channels"]:
@@ -100,7 +117,8 @@ def fit(
 
     Args:
         covariance: Of what is to be coded, positive semidefinite.
-        metric: Positive definite.
+        metric: Positive definite; an eigenvalue counts as at least the share :data:`RIDGE` of the largest, because that of
+            a moment which knows few queries may round to a negative one.
 
     Returns:
         FP64 ``[D, D]``; the component of largest magnitude of each row is positive.
@@ -110,7 +128,7 @@ def fit(
            [0.5, 0. ]])
     """
     energies, vectors = np.linalg.eigh(metric)
-    root = np.sqrt(energies)
+    root = np.sqrt(np.maximum(energies, RIDGE * energies[-1]))
     whiten, restore = (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
     _, directions = np.linalg.eigh(whiten @ covariance @ whiten)
     rows = (restore @ directions[:, ::-1]).T

@@ -13,17 +13,15 @@ from __future__ import annotations
 import json
 import operator
 import os
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from safetensors import SafetensorError, deserialize
 
-from quantwm_core.domain import BF16, E4M3
-from quantwm_core.errors import DtypeError, FormatError, RangeError, ShapeError
+from quantwm_core.errors import FormatError, RangeError, ShapeError
+from quantwm_core.tensor_file import make_header, read_header, replaced
 
 FORMAT_VERSION = 1
 Kind = Literal["keys", "values"]
@@ -31,12 +29,6 @@ KINDS: tuple[Kind, Kind] = ("keys", "values")
 Parameter = int | float | str | bool | None
 SHARED = "shared_"
 """How the names of arrays begin that several units may have in common."""
-
-_DTYPES = {
-    "BF16": BF16, "F8_E4M3": E4M3, "U8": np.dtype("uint8"), "I8": np.dtype("int8"), "I32": np.dtype("int32"),
-    "I64": np.dtype("int64"), "F32": np.dtype("float32"), "F16": np.dtype("float16"),
-}  # fmt: skip
-_HEADER_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
@@ -167,7 +159,7 @@ def save(
         metadata: Further text entries; ``format`` and ``chunks`` are reserved.
 
     Raises:
-        FormatError: ``metadata`` uses a reserved key.
+        FormatError: ``metadata`` uses a reserved key, or ``path`` is a folder.
     """
     extra = dict(metadata or {})
     if extra.keys() & {"format", "chunks"}:
@@ -257,52 +249,27 @@ def write_arrays(
 
     Raises:
         DtypeError: An array holds a number format that the files do not know.
+        FormatError: ``path`` is a folder.
         OSError: The folder cannot be written; an older file stays as it was.
     """
-    target = Path(path)
-    ordered = dict(sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0])))  # keeps every array aligned
-    header = _header(ordered, metadata)
-    partial = target.parent / f".{target.name}.{uuid.uuid4().hex}.partial"
-    try:
-        with partial.open("xb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            for array in ordered.values():
-                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None) -> bytes:
-    """JSON that stands before the arrays, filled up with blanks."""
-    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-    end = 0
-    for name, array in arrays.items():
-        known = [text for text, dtype in _DTYPES.items() if dtype == array.dtype]
-        if not known:
-            raise DtypeError(f"array {name!r}: got {array.dtype}, files hold {', '.join(_DTYPES)}")
-        begin, end = end, end + array.nbytes
-        entries[name] = {"dtype": known[0], "shape": array.shape, "data_offsets": (begin, end)}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % _HEADER_ALIGNMENT)
+    text, order = make_header({name: (array.dtype, array.shape) for name, array in arrays.items()}, metadata)
+    with replaced(path) as file:
+        file.write(text)
+        for name in order:
+            file.write(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data)
 
 
 def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Read every array of a safetensors file, and its metadata.
 
     Raises:
-        FormatError: The file is truncated or no safetensors file.
+        FormatError: The file is truncated or no safetensors file, or holds a number format that none of ours has.
         OSError: The file cannot be read.
     """
-    blob = Path(path).read_bytes()
-    try:
-        entries = deserialize(blob)
-    except SafetensorError as error:
-        raise FormatError(f"{path}: truncated, or not a safetensors file ({error})") from error
-    header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
-    arrays = {}
-    for name, entry in sorted(entries):
-        if entry["dtype"] not in _DTYPES:
-            raise FormatError(f"{path}: array {name!r} has dtype {entry['dtype']}; known: {', '.join(_DTYPES)}")
-        arrays[name] = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return arrays, {str(key): str(value) for key, value in (header.get("__metadata__") or {}).items()}
+    places, metadata = read_header(path)
+    blob = memoryview(Path(path).read_bytes())
+    arrays = {
+        name: np.frombuffer(blob[place.start : place.stop], place.dtype).reshape(place.shape)
+        for name, place in places.items()
+    }
+    return arrays, metadata

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import BFloat16, Float32, UInt8
 
 from quantwm_core import affine, integer_table, rounding
+from quantwm_core.domain import BF16
 
 AFFINE_PARTS = ("codes", "scales", "zero_points", "super_scale")
 PARTS = (*AFFINE_PARTS, "index", "centroids")
@@ -38,7 +39,7 @@ def affine_code(arrays: Mapping[str, np.ndarray]) -> affine.AffineCode:
 def table(arrays: Mapping[str, np.ndarray]) -> BFloat16[np.ndarray, "*streams centroids channels"]:
     """Centroids of a sealed tensor, whichever way they are stored."""
     stored: np.ndarray = arrays["centroids"]
-    return integer_table.decode(stored, arrays[TABLE_SCALES]) if TABLE_SCALES in arrays else stored
+    return stored if stored.dtype == BF16 else integer_table.decode(stored, arrays[TABLE_SCALES])
 
 
 def encode(

@@ -18,6 +18,7 @@ old one as it was.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import NamedTuple
 
 from quantwm_core.errors import ParameterError, RangeError, ShapeError, StateError
@@ -64,6 +65,15 @@ def cut(spans: tuple[Span, ...], hole: Span) -> tuple[Span, ...]:
     return tuple(part for part in parts if part.tokens > 0)
 
 
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, NumPy's included, and no truth value.
+
+    >>> is_whole(3), is_whole(True), is_whole(3.0)
+    (True, False, False)
+    """
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Stream:
     """State of one layer's cache.
@@ -91,6 +101,10 @@ class Stream:
     sealed_end: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("chunks_per_seal", "recent_tokens", "sink", "window"):
+            value = getattr(self, name)
+            if not is_whole(value) and not (name == "window" and value is None):
+                raise ParameterError(f"{name} {value!r}: need a whole number" + " or None" * (name == "window"))
         if self.chunks_per_seal < 1 or self.recent_tokens < 0 or self.sink < 0:
             raise ParameterError(
                 f"chunks_per_seal {self.chunks_per_seal}, recent_tokens {self.recent_tokens}, sink {self.sink}: "
@@ -260,9 +274,9 @@ class Stream:
         return pieces
 
     def _check(self, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= self.tokens:
+        if not (is_whole(start) and is_whole(stop) and 0 <= start <= stop <= self.tokens):
             raise RangeError(
-                f"window tokens {start} to {stop}: need 0 <= start <= stop <= {self.tokens}, the live tokens"
+                f"window tokens {start!r} to {stop!r}: need 0 <= start <= stop <= {self.tokens}, the live tokens, in whole numbers"
             )
 
 

@@ -20,14 +20,11 @@ from quantwm_core.allocation import BLOCK
 from quantwm_core.basis import Basis
 from quantwm_core.chunk import SealedTensor
 from quantwm_core.domain import BF16, binary_exponent
-from quantwm_core.errors import ParameterError, ShapeError
+from quantwm_core.errors import ShapeError
 
 PARTS = ("codes", "blocks", "order", "steps", "means", *basis.PARTS)
 TILE = 64
 """Tokens that are reconstructed by one matrix product: the order of a sum depends on the shape of the product."""
-
-FEWEST_BITS = 0.5
-"""Bits an element below which a small head could have no code at all: 32 channels, one block of two bits."""
 
 Allocate = Callable[[Sequence[Float64[np.ndarray, " _blocks"]]], UInt8[np.ndarray, "streams 3"]]
 """Blocks of 8, 4 and 2 bits for every stream, given the energies of their blocks in descending order."""
@@ -156,12 +153,26 @@ def in_basis(
     return (made, new) if _saved_bits(old, new) * elements > 8 * made.nbytes else (kept, old)
 
 
-def kept_basis(previous: SealedTensor | None, method: str, shape: tuple[int, int], channels: int) -> Basis | None:
-    """The basis of the unit before, if it is of the same method and fits; its arrays are that unit's own."""
-    if previous is None or previous.method != method:
+def kept_basis(
+    previous: SealedTensor | None,
+    method: str,
+    shape: tuple[int, int],
+    channels: int,
+    parts: Sequence[str] = basis.PARTS,
+) -> Basis | None:
+    """The basis of the unit before, if it is of the same method, whole and fits; its arrays are that unit's own.
+
+    Args:
+        previous: The unit before.
+        method: Name of the method that asks.
+        shape: Batch and heads.
+        channels: Head dimension.
+        parts: What the method shares: a unit that lacks some of it has nothing to share.
+    """
+    if previous is None or previous.method != method or not previous.arrays.keys() >= set(parts):
         return None
     kept = Basis.of(previous.arrays)
-    return kept if kept.blocks.shape == shape and kept.rows.shape[1] == channels else None
+    return kept if kept.blocks.shape == shape and kept.rows.shape[1:] == (channels,) else None
 
 
 def encode(
@@ -216,16 +227,14 @@ def _source(values: np.ndarray, metric: np.ndarray, damp: float) -> Source:
     scaled = np.ldexp(np.ascontiguousarray(values, np.float64), -exponent)
     mean = scaled.mean(axis=0).astype(np.float32).astype(BF16)
     residual = scaled - mean.astype(np.float64)
-    channels = values.shape[1]
-    average = float(np.trace(metric)) / channels
-    normal = metric / average if average > 0 else np.eye(channels)
+    normal, average = basis.normalised(metric)
     return Source(
         residual,
         residual.T @ residual / len(residual),
-        normal + damp * np.eye(channels),
+        normal + damp * np.eye(values.shape[1]),
         np.ldexp(mean.astype(np.float32), exponent).astype(BF16),
         exponent,
-        (average if average > 0 else 1.0) * 4.0**exponent,
+        (float(average) if average > 0 else 1.0) * 4.0**exponent,
     )
 
 
@@ -242,10 +251,15 @@ def _rank(
 
 
 def _saved_bits(old: Sequence[Plan], new: Sequence[Plan]) -> float:
-    """Bits an element by which the codes of the old basis would have to grow to be as good, at 6 dB a bit."""
+    """Bits an element that codes in the new basis save, once those in the old one grow to be as good, at 6 dB a bit."""
     floor = np.finfo(np.float64).tiny
     ratios = [max(a.distortion, floor) / max(b.distortion, floor) for a, b in zip(old, new, strict=True)]
-    return float(np.mean(np.log2(ratios))) / 2
+    return float(np.mean(np.log2(ratios))) / 2 + _rate(old) - _rate(new)
+
+
+def _rate(coded: Sequence[Plan]) -> float:
+    """Code bits an element."""
+    return float(np.mean([8 * allocation.token_bytes(plan.counts) / plan.rows.shape[1] for plan in coded]))
 
 
 def _by_block(energies: Float64[np.ndarray, " directions"]) -> Float64[np.ndarray, " blocks"]:
@@ -326,12 +340,3 @@ def tiles_of(start: int, stop: int) -> tuple[int, int]:
     (0, 128)
     """
     return start // TILE * TILE, -(-stop // TILE) * TILE
-
-
-def check_bits(name: str, bits: float) -> None:
-    """Raise :class:`ParameterError` unless a code of so many bits an element exists.
-
-    >>> check_bits("klt", 2.0)
-    """
-    if not FEWEST_BITS <= bits <= 8:
-        raise ParameterError(f"{name} bits {bits}: need {FEWEST_BITS} to 8 an element")

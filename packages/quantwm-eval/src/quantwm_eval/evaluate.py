@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from quantwm_eval import results
+from quantwm_eval import ownership, results
 from quantwm_eval.experiment import Experiment
 from quantwm_eval.films import Films
 from quantwm_eval.host import Host
@@ -36,6 +36,7 @@ def evaluate(
 
     Raises:
         QuantWMError: The host cannot do the experiment, or its BF16 video is not that of the finished cells.
+        StateError: The file was removed or replaced meanwhile.
         OSError: The file cannot be written.
     """
 
@@ -57,11 +58,13 @@ def append(begun: Results, path: Path, cells: Iterable[Cell]) -> Results:
         cells: What is to be added.
 
     Raises:
+        StateError: The file was removed or replaced meanwhile, so that a cell would be lost.
         OSError: The file cannot be written.
     """
     found = list(begun.cells)
     with path.open("a", encoding="utf-8") as file:
         for cell in cells:
+            ownership.check_own(file, path)
             file.write(results.cell_line(cell))
             file.flush()
             found.append(cell)

@@ -37,6 +37,11 @@ class Footage:
     stills: tuple[Path, ...] = ()
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """What is read: the file, or those of the frames."""
+        return self.stills or (self.path,)
+
+    @property
     def rate(self) -> Fraction | None:
         """Frames a second, None where the file does not say or frames lie in a folder.
 

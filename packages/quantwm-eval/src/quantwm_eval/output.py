@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
@@ -43,6 +44,26 @@ def prepare(wanted: Path | None, default: str, overwrite: bool) -> Path:
             )
     wanted.mkdir(parents=True, exist_ok=True)
     return wanted
+
+
+def check_file(out: Path, inputs: Iterable[Path], overwrite: bool) -> None:
+    """Refuse to write a file over one that is read, whatever its name, or over another one unless told to.
+
+    Args:
+        out: The file asked for.
+        inputs: Files that are read, each of which exists.
+        overwrite: Whether another file that exists may be replaced.
+
+    Raises:
+        StateError: The file may not be written, or has no folder; the message says what to do.
+    """
+    if out.exists():
+        if any(out.samefile(path) for path in inputs):
+            raise StateError(f"--out {out}: that is an input itself; name another file")
+        if not overwrite:
+            raise StateError(f"--out {out}: exists; name another file, or add --overwrite")
+    if out.is_dir() or not out.parent.is_dir():
+        raise StateError(f"--out {out}: need a file in a folder that exists")
 
 
 def _taken(path: Path) -> bool:

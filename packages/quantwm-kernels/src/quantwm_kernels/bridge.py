@@ -18,14 +18,17 @@ _RETURNS = {BF16: (np.dtype(np.int16), torch.bfloat16), E4M3: (np.dtype(np.uint8
 
 
 def check_detached(tensor: object, name: str = "tensor") -> None:
-    """Refuse what is no tensor, and a tensor that records gradients.
+    """Refuse what is no tensor, is sparse or nested, or records gradients.
 
     Raises:
         DtypeError: Not a torch tensor.
-        StateError: ``tensor.requires_grad``.
+        StateError: ``tensor.requires_grad``, or it is not dense.
     """
     if not isinstance(tensor, Tensor):
         raise DtypeError(f"{name}: got {type(tensor).__name__}, need a torch.Tensor")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+        raise StateError(f"{name}: got {kind}, need a dense one; call tensor.to_dense(), or pad it")
     if tensor.requires_grad:
         raise StateError(
             f"{name}: the tensor requires grad, and quantized storage has no gradient; "
@@ -63,8 +66,6 @@ def to_numpy(tensor: Tensor, name: str = "tensor") -> np.ndarray:
     """
     check_detached(tensor, name)
     check_device(tensor, name)
-    if tensor.layout is not torch.strided:
-        raise StateError(f"{name}: got a tensor of layout {tensor.layout}, need a dense one; call tensor.to_dense()")
     plain = tensor.detach()
     if plain.dtype not in _CARRIERS:
         return plain.numpy()

@@ -6,7 +6,7 @@ the kernel; what differs, sizes and addresses, stands in a row of int64 per unit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
@@ -21,13 +21,22 @@ from quantwm_core.chunk import Parameter
 from quantwm_core.clustered import TABLE_SCALES
 from quantwm_core.errors import DeviceError, DtypeError, FormatError, StateError
 from quantwm_core.integer_table import EXACT_BITS
-from quantwm_core.methods.quantwm import PSAC_PARTS
+from quantwm_core.method import Method
+from quantwm_core.methods.bf16 import BF16Method
+from quantwm_core.methods.kivi import Kivi
+from quantwm_core.methods.oscar import Oscar
+from quantwm_core.methods.quantwm import PSAC_PARTS, SPARSE_PARTS, QuantWM
+from quantwm_core.methods.qvg import QVG
+from quantwm_core.methods.rtn import RoundToNearest
 
 # Shape and number format of arrays by name.
 Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 READABLE = ("bf16", "kivi", "klt", "kvtc", "oscar", "quantwm", "qvg", "rtn")
 """Methods whose arrays the kernels understand; those of other distributions are read on the CPU."""
+
+TRANSFORMS = ("klt", "kvtc")
+"""Methods that are transform codes."""
 
 
 class Form(IntEnum):
@@ -171,6 +180,7 @@ def describe(
         DeviceError: No kernel understands the method.
         FormatError: An array is missing, or the arrays do not fit together.
         DtypeError, StateError: An array has another number format, or is not contiguous.
+        ParameterError: The method has no such setting.
 
     >>> row = describe("bf16", {}, (1, 2, 3, 8), {"exact": torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)})
     >>> row.recipe.form, row.words[Field.TOKENS], row.streams
@@ -182,16 +192,18 @@ def describe(
         )
     places: tuple[int, ...] = ()
     try:
-        if "order" in arrays:
+        if method in TRANSFORMS:
             places, directions = _places(method, shape, arrays)
             recipe = Recipe(Form.TRANSFORM, shape[3], rank=_padded(directions))
         else:
-            recipe = _recipe(method, parameters, shape, arrays)
+            recipe = _recipe(methods.get(method, **parameters), shape[3], arrays)
         expected = _expected(recipe, shape, arrays)
         for name, (tensor_shape, dtype) in expected.items():
             _check(f"{method} array {name!r}", arrays[name], tensor_shape, dtype)
     except KeyError as error:
         raise FormatError(f"a unit sealed with {method} lacks its array {error}; the file is damaged") from error
+    except IndexError as error:
+        raise FormatError(f"the arrays of a unit sealed with {method} do not fit together ({error})") from error
     words = [0] * (Field.STAGES + WORDS_PER_STAGE * recipe.stages) + list(places)
     words[Field.TOKENS] = shape[2]
     for name, place in (_OTHER_FIELDS | _PSAC_FIELDS).items():
@@ -221,41 +233,46 @@ def _suffix(stage: int) -> str:
     return f"_{stage + 1}" if stage else ""
 
 
-def _recipe(
-    method: str, parameters: Mapping[str, Parameter], shape: Sequence[int], arrays: Mapping[str, Tensor]
-) -> Recipe:
-    channels = shape[3]
-    if "shared_basis" in arrays:
-        group = methods.get(method, **parameters).group_size or channels  # type: ignore[attr-defined]  # only oscar rotates
-        return Recipe(Form.ROTATED, channels, group, rank=_padded(channels))
-    if "exact" in arrays:
-        return Recipe(Form.EXACT, channels)
-    if "channel_scales" in arrays or "minima" in arrays:
-        form = Form.CHANNEL_MINMAX if "channel_scales" in arrays else Form.MINMAX
-        return Recipe(form, channels, methods.get(method, **parameters).group_size)  # type: ignore[attr-defined]  # only kivi stores minima
-    if parameters.get("granularity") == "channel":
-        return Recipe(Form.CHANNEL_AFFINE, channels, methods.get(method, **parameters).group(channels))  # type: ignore[attr-defined]  # only rtn has granularities
-    form = Form.AFFINE if "zero_points" in arrays else Form.SYMMETRIC
+def _recipe(method: Method, channels: int, arrays: Mapping[str, Tensor]) -> Recipe:
+    """Of a tensor that is no transform code; what the method's name says, no absent array may change."""
+    match method:
+        case BF16Method():
+            return Recipe(Form.EXACT, channels)
+        case Oscar(group_size=size):
+            return Recipe(Form.ROTATED, channels, size or channels, rank=_padded(channels))
+        case Kivi(group_size=size):
+            by_channel = arrays.keys().isdisjoint(method.array_names("values")[1:])
+            return Recipe(Form.CHANNEL_MINMAX if by_channel else Form.MINMAX, channels, size)
+        case RoundToNearest(granularity="channel"):
+            return Recipe(Form.CHANNEL_AFFINE, channels, method.group(channels))
+    return _grouped(method, channels, arrays)
+
+
+def _grouped(method: Method, channels: int, arrays: Mapping[str, Tensor]) -> Recipe:
+    """Of a tensor whose scales say how many channels share one."""
     groups = arrays["scales"].shape[-1]
     if groups == 0 or channels % groups:
-        raise FormatError(f"a unit sealed with {method} has {groups} groups for {channels} channels")
-    stages = sum(name.startswith("centroids") for name in arrays)
-    rank = arrays["basis"].shape[-1] if "basis" in arrays else 0
-    return Recipe(form, channels, channels // groups, stages, rank, _steps(arrays), _centroid_bits(arrays))
+        raise FormatError(f"a unit sealed with {method.name} has {groups} groups for {channels} channels")
+    size = channels // groups
+    match method:
+        case QVG(quantizer=quantizer, stages=stages):
+            return Recipe(Form.AFFINE if quantizer == "affine" else Form.SYMMETRIC, channels, size, stages)
+        case QuantWM():
+            rank = 0 if arrays.keys().isdisjoint(PSAC_PARTS) else arrays["basis"].shape[-1]
+            return Recipe(Form.AFFINE, channels, size, 1, rank, _steps(arrays), _centroid_bits(arrays))
+    return Recipe(Form.AFFINE, channels, size)
 
 
 def _steps(arrays: Mapping[str, Tensor]) -> Steps:
     """How the coefficients are stored, if there are any."""
     if "coefficients" in arrays and arrays["coefficients"].dtype is torch.uint8:
         return Steps.NIBBLES
-    return Steps.EITHER if "layout" in arrays else Steps.DENSE
+    return Steps.DENSE if arrays.keys().isdisjoint(SPARSE_PARTS) else Steps.EITHER
 
 
 def _centroid_bits(arrays: Mapping[str, Tensor]) -> int:
     """Bits of an entry of the codebook."""
-    if TABLE_SCALES not in arrays:
-        return EXACT_BITS
-    return 4 if arrays["centroids"].dtype is torch.uint8 else 8
+    return {torch.uint8: 4, torch.int8: 8}.get(arrays["centroids"].dtype, EXACT_BITS)
 
 
 def _expected(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
@@ -274,6 +291,7 @@ def _expected(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[
             rotation: Expected = {
                 "shared_basis": ((rows, channels), torch.int8),
                 "shared_basis_scales": ((rows,), torch.bfloat16),
+                **dict.fromkeys(("shared_basis_blocks", "shared_fitted"), (streams, torch.uint8)),
             }
             pair = dict.fromkeys(("scales", "minima"), ((*streams, tokens, by_channel), torch.bfloat16))
             return codes | pair | rotation
@@ -316,9 +334,9 @@ def _places(method: str, shape: tuple[int, int, int, int], arrays: Mapping[str, 
     What decides about addresses is read from the arrays here, for which a GPU is waited for.
     """
     batch, heads, tokens, _ = shape
+    for name, expected in (("blocks", (batch, heads, 3)), ("shared_basis_blocks", (batch, heads))):
+        _check(f"{method} array {name!r}", arrays[name], expected, torch.uint8)
     counts, basis = arrays["blocks"].cpu(), arrays["shared_basis_blocks"].cpu()
-    if tuple(counts.shape) != (batch, heads, 3) or tuple(basis.shape) != (batch, heads):
-        raise FormatError(f"a unit sealed with {method} has blocks {tuple(counts.shape)} and {tuple(basis.shape)}")
     words: list[int] = []
     byte, direction, row, most = 0, 0, 0, 0
     for own, blocks in zip(counts.view(-1, 3).tolist(), basis.flatten().tolist(), strict=True):
@@ -328,7 +346,7 @@ def _places(method: str, shape: tuple[int, int, int, int], arrays: Mapping[str, 
         most = max(most, coded)
         if coded > BLOCK * blocks:
             raise FormatError(f"a unit sealed with {method} codes {coded} directions in a basis of {BLOCK * blocks}")
-    sizes = [len(arrays[name]) for name in ("codes", "order", "shared_basis")]
+    sizes = [arrays[name].shape[0] for name in ("codes", "order", "shared_basis")]
     if sizes != [byte, direction, row]:
         raise FormatError(
             f"a unit sealed with {method} has {sizes} codes, directions, rows; need {[byte, direction, row]}"

@@ -3,7 +3,9 @@
 A GPU finds out late whether a unit may be sealed at all: whether its numbers are finite, and how many coefficients of
 each stream are zero. Kernels write a *status*, which is copied to the host behind them, and :meth:`PendingChunk.wait`
 waits for it and reads it: whoever begins the units of several layers before the first wait, waits once for all, and
-whoever takes them one by one waits for each. Until then the BF16 tensors must stay as they are; afterwards they may go.
+whoever takes them one by one waits for each. Until then the BF16 tensors must stay as they are. What is decided only
+then, such as the bits of a transform code, is launched by that wait on the stream on which the unit was begun, and the
+caller's stream waits for it: what comes after on either of the two may overwrite the tensors.
 """
 
 from __future__ import annotations
@@ -104,15 +106,18 @@ class PendingTensors:
         self._drafts: Sequence[Draft] = drafts
         self._sealed: tuple[SealedTensor, ...] | None = None
         self._arrived: torch.cuda.Event | None = None
+        self._begun: torch.cuda.Stream | None = None
         self._status = status
         if status.is_cuda:
             self._status = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
             self._status.copy_(status, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(status.device))
+            self._begun = torch.cuda.current_stream(status.device)
+            self._arrived = self._begun.record_event()
 
     def wait(self) -> tuple[SealedTensor, ...]:
         """Wait for the status and return the sealed tensors, in the order in which they were given.
+
+        What is still to be launched is so on the stream of ``__init__``, and the current stream waits for it.
 
         Raises:
             DomainError: A tensor, or the queries whose moment it was sealed with, holds NaN, Inf or numbers beyond 2**60.
@@ -121,8 +126,11 @@ class PendingTensors:
             if self._arrived is not None:
                 self._arrived.synchronize()
             rows = self._status.tolist()
-            self._sealed = tuple(_finished(draft, rows) for draft in self._drafts)
+            with torch.cuda.stream(self._begun):
+                self._sealed = tuple(_finished(draft, rows) for draft in self._drafts)
             self._drafts = ()  # what was sealed may be freed
+        if self._begun is not None:
+            _hand_over(self._sealed, self._begun)
         return self._sealed
 
 
@@ -156,6 +164,17 @@ class PendingChunk:
         """
         keys, values = self._tensors.wait()
         return SealedChunk(keys, values, self._start)
+
+
+def _hand_over(sealed: Sequence[SealedTensor], begun: torch.cuda.Stream) -> None:
+    """Let the current stream use what another one makes."""
+    caller = torch.cuda.current_stream(begun.device)
+    if caller == begun:
+        return
+    caller.wait_stream(begun)
+    for tensor in sealed:
+        for array in tensor.arrays.values():
+            array.record_stream(caller)
 
 
 def _finished(draft: Draft, status: Sequence[Sequence[int]]) -> SealedTensor:

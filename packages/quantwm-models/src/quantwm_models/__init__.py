@@ -1,5 +1,6 @@
 """A streaming compressed cache on the device, and the adapters that put it under a world model."""
 
+from quantwm_models import snapshot
 from quantwm_models.attach import Attachment, attach
 from quantwm_models.cache import LayerCache
 from quantwm_models.observer import CacheObserver
@@ -8,4 +9,4 @@ from quantwm_models.report import CacheReport
 from quantwm_models.workspace import Workspace
 
 __version__ = "0.1.0"
-__all__ = ["Attachment", "CacheObserver", "CacheReport", "LayerCache", "Offload", "Workspace", "attach"]
+__all__ = ["Attachment", "CacheObserver", "CacheReport", "LayerCache", "Offload", "Workspace", "attach", "snapshot"]

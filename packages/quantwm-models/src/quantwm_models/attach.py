@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -23,11 +23,13 @@ class Attachment:
     Attributes:
         scheme: How the caches are stored.
         offload: Host memory for sealed units, if they are to be kept there.
+        adapter: Module of the adapter that knows the host.
     """
 
     def __init__(self, scheme: Scheme, observers: Sequence[CacheObserver] = (), offload: Offload | None = None) -> None:
         self.scheme = scheme
         self.offload = offload
+        self.adapter = ""
         self._observers = tuple(observers)
         self._caches: dict[tuple[str, int], LayerCache] = {}
         self._undo: Callable[[], None] | None = None
@@ -36,6 +38,11 @@ class Attachment:
     def caches(self) -> tuple[LayerCache, ...]:
         """The caches that the host was given last, by branch and layer; they can still be asked after leaving."""
         return tuple(self._caches.values())
+
+    @property
+    def layers(self) -> Mapping[tuple[str, int], LayerCache]:
+        """The same by branch and layer, in order."""
+        return dict(sorted(self._caches.items()))
 
     def __enter__(self) -> Self:
         return self
@@ -60,6 +67,7 @@ class Attachment:
 
     def connect(self, adapter: adapters.Adapter, pipeline: object) -> None:
         """Let an adapter put caches under ``pipeline``."""
+        self.adapter = getattr(adapter, "__name__", type(adapter).__module__)
         self._undo = adapter.attach(pipeline, self._make_cache)
 
     def _make_cache(

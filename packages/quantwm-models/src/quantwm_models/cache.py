@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from quantwm_core.errors import DtypeError, ParameterError, ShapeError, StateError, lookup
 from quantwm_core.method import Scheme
 from quantwm_core.method import scheme as make_scheme
-from quantwm_core.stream import Span, Stream
+from quantwm_core.stream import Span, Stream, is_whole
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import SealedChunk, storage_nbytes, stored_nbytes
 from quantwm_kernels.launch import check_served, packed_attention_pays
@@ -61,6 +61,8 @@ class LayerCache:
         key_frame: Where keys are cached in another frame than that in which queries meet them: what makes of the moment of
             the queries, which may then have other channels, the one that a unit's keys see, given its absolute tokens. None
             where both are the same.
+        expected: What the chunks of a host will be like, where the cache stands under one that says so beforehand.
+        half_written: Whether a host wrote keys or values whose other half is still to come.
 
     >>> import torch
     >>> generator = torch.Generator().manual_seed(0)
@@ -94,7 +96,10 @@ class LayerCache:
             raise ParameterError(
                 f"parameters {sorted(parameters)} beside a ready scheme; give them to scheme() instead"
             )
+        _check_kind("workspace", workspace, Workspace)
+        _check_kind("offload", offload, Offload)
         self.scheme = scheme if isinstance(scheme, Scheme) else make_scheme(scheme, **parameters)
+        self._settings = Stream(self.scheme.chunks_per_seal, self.scheme.recent_tokens, sink, window)
         self.layer = layer
         self.observers = list(observers)
         self.attention = attention
@@ -103,7 +108,6 @@ class LayerCache:
         self.offload = offload
         # A method that states that it uses no queries is spared their statistics.
         self._learns = self.scheme.uses_queries
-        self._settings = Stream(self.scheme.chunks_per_seal, self.scheme.recent_tokens, sink, window)
         self._contents = self._nothing()
         self._geometry: Geometry | None = None
         self._decoding = Stopwatch()
@@ -111,6 +115,8 @@ class LayerCache:
         self._generation = 0
         self.version = 0
         self.key_frame: KeyFrame | None = None
+        self.expected: Geometry | None = None
+        self.half_written = False
 
     @property
     def tokens(self) -> int:
@@ -121,6 +127,16 @@ class LayerCache:
     def stream(self) -> Stream:
         """Where tokens are: absolute spans, units, the active chunk."""
         return self._contents.stream
+
+    @property
+    def contents(self) -> Contents:
+        """All that is held, a value: what happens to the cache later does not change it."""
+        return self._contents
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """What the chunks have in common; None before there are any."""
+        return self._geometry
 
     @property
     def chunks(self) -> tuple[SealedChunk, ...]:
@@ -325,6 +341,8 @@ class LayerCache:
         Raises:
             QuantWMError: As :meth:`observe` and :meth:`read`.
         """
+        with self._located():
+            _check_queries(queries)
         if self._attends_packed(queries):
             return self._attend_packed(queries, start, stop)
         keys, values = self.read(start, stop)
@@ -348,17 +366,37 @@ class LayerCache:
 
     def clear(self) -> None:
         """Forget everything, statistics and counters included; a new video begins."""
-        self._forget(self._nothing())
+        self.hold(self._nothing(), None)
 
     def rewind(self) -> None:
         """Forget all tokens, but not what is known of the queries: the host builds its cache anew."""
-        self._forget(self._rewound())
+        self.hold(self._rewound(), None)
+
+    def hold(self, contents: Contents, geometry: Geometry | None) -> None:
+        """Hold other contents than until now; observers are told that all tokens of before are gone.
+
+        Args:
+            contents: With their units where this cache keeps them.
+            geometry: Of their chunks; None where there are none.
+        """
+        before = self.stream.live
+        self._contents, self._geometry, self._decoding = contents, geometry, Stopwatch()
+        self._plans.clear()
+        if self.offload is not None:
+            self.offload.forget(self)
+            if geometry is not None:
+                self.offload.expect(self, tuple(contents.units.values()), geometry.device)
+        self.version += 1
+        for observer in self.observers:
+            for span in before:
+                observer.evicted(self, *span)
 
     def _rewound(self) -> Contents:
         return replace(self._nothing(), queries=self._contents.queries.folded())
 
     def store_in(self, offload: Offload | None) -> None:
         """Keep sealed units in host memory from now on, those of before too; None brings them back."""
+        _check_kind("offload", offload, Offload)
         if offload is self.offload:
             return
         with self._located():
@@ -398,18 +436,6 @@ class LayerCache:
 
     def _nothing(self) -> Contents:
         return Contents(self._settings, CausalQueries(decay=self.scheme.decay))
-
-    def _forget(self, empty: Contents) -> None:
-        """Have no tokens any more, and tell the observers."""
-        before = self.stream.live
-        self._contents, self._geometry, self._decoding = empty, None, Stopwatch()
-        self._plans.clear()
-        if self.offload is not None:
-            self.offload.forget(self)
-        self.version += 1
-        for observer in self.observers:
-            for span in before:
-                observer.evicted(self, *span)
 
     def _commit(self, contents: Contents, geometry: Geometry | None) -> None:
         """Seal what is due in ``contents``, make them the cache's, then tell the observers."""
@@ -533,6 +559,12 @@ class LayerCache:
         return self._plans[staged.key, wanted]
 
 
+def _check_kind(name: str, value: object, kind: type) -> None:
+    """Refuse what layers cannot share."""
+    if value is not None and not isinstance(value, kind):
+        raise ParameterError(f"{name} {value!r}: need {kind.__name__}() or None; layers can share one")
+
+
 def _check_queries(queries: Tensor) -> None:
     """Refuse what no statistics can be made of."""
     check_detached(queries, "queries")
@@ -543,6 +575,9 @@ def _check_queries(queries: Tensor) -> None:
 
 def _split(name: str, tensor: Tensor, tokens: Sequence[int]) -> Sequence[Tensor]:
     """Chunks of ``tokens`` of ``[B, H, N, D]``."""
+    check_detached(tensor, name)
+    if not all(is_whole(each) and each > 0 for each in tokens):
+        raise ShapeError(f"{name}: chunks of {list(tokens)} tokens; need whole numbers above 0")
     if not tokens or tensor.ndim != 4 or tensor.shape[2] != sum(tokens):
         raise ShapeError(
             f"{name}: got {tuple(tensor.shape)}, need [B, H, N, D] of {sum(tokens)} tokens, {list(tokens)}"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantwm_core.errors import QuantWMError
+from quantwm_core.errors import DomainError, QuantWMError
 from quantwm_core.method import Scheme
 from quantwm_core.stream import Span, Stream, cut, overlap
 from quantwm_kernels.chunk import SealedChunk
@@ -25,7 +25,7 @@ from quantwm_models.causality import CausalQueries
 from quantwm_models.stopwatch import Stopwatch
 from quantwm_models.workspace import Segment
 
-_serials = itertools.count()
+serials = itertools.count()  # of stored pieces, of which no two ever share one
 
 # The moment of queries as the keys of some absolute tokens see them.
 KeyFrame = Callable[[QueryMoment, Span], QueryMoment]
@@ -72,6 +72,15 @@ def located(where: str) -> Iterator[None]:
         raise type(error)(f"{where}: {error}") from error
 
 
+@contextmanager
+def _advised() -> Iterator[None]:
+    """Say what a host can do about numbers that cannot be sealed."""
+    try:
+        yield
+    except DomainError as error:
+        raise DomainError(f"{error}; overwrite() the chunk with repaired ones, or clear() the cache") from error
+
+
 @dataclass(frozen=True)
 class Contents:
     """Tensors and bookkeeping of one layer.
@@ -100,7 +109,7 @@ class Contents:
         if len(stream.ends) % stream.chunks_per_seal == 0:
             queries = queries.begin(stream.end)
         grown = stream.append(keys.shape[2])
-        piece = Exact(next(_serials), Span(stream.end, grown.end), keys, values)
+        piece = Exact(next(serials), Span(stream.end, grown.end), keys, values)
         return _follow(replace(self, queries=queries, exact=(*self.exact, piece)), grown)
 
     def overwrite(self, keys: Tensor, values: Tensor) -> Contents:
@@ -111,7 +120,7 @@ class Contents:
             ShapeError: It has another length.
         """
         span = self.stream.writable(keys.shape[2])
-        return replace(self, exact=(*self.exact[:-1], Exact(next(_serials), span, keys, values)))
+        return replace(self, exact=(*self.exact[:-1], Exact(next(serials), span, keys, values)))
 
     def complete(self) -> Contents:
         """The active chunk will not change any more."""
@@ -121,6 +130,7 @@ class Contents:
         """Drop window tokens ``start`` to ``stop``; an active chunk that loses one is complete."""
         active = self.stream.active_span
         stream = self.stream
+        stream.read(start, stop)  # which refuses what is no range
         if active is not None and start < stop and stop > stream.tokens - active.tokens:
             stream = stream.complete()
         return _follow(self, stream.evict(start, stop))
@@ -140,10 +150,10 @@ class Contents:
             keys, values = self._gather(span)
             past = queries.past if frame is None or queries.past is None else frame(queries.past, span)
             begun = watch.start(keys.device)
-            with located(self._name(span)):
+            with located(self._name(span)), _advised():
                 last = seal_chunk(scheme, keys, values, past, last, span.start)
             watch.stop(begun)
-            units[span] = Unit(next(_serials), last)
+            units[span] = Unit(next(serials), last)
             sealings.append(Sealing(last, keys, values))
         stream = self.stream.sealed()
         settled = replace(
@@ -252,4 +262,4 @@ def _slice(piece: Exact, part: Span) -> Exact:
     """Part of a piece in memory of its own, so that the rest is freed."""
     start, stop = part.start - piece.span.start, part.stop - piece.span.start
     keys, values = (tensor[:, :, start:stop].clone() for tensor in (piece.keys, piece.values))
-    return Exact(next(_serials), part, keys, values)
+    return Exact(next(serials), part, keys, values)

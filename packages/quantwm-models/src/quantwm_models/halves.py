@@ -77,6 +77,7 @@ class Halves:
             QuantWMError: The cache refuses the operation; both halves of it are dropped then.
         """
         self._waiting[kind].append(operation)
+        self.cache.half_written = True
         if len(self._waiting[kind]) > MOST_WAITING:
             self.drop()
             raise StateError(
@@ -85,6 +86,7 @@ class Halves:
             )
         if all(self._waiting.values()):
             keys, values = (self._waiting[each].popleft() for each in KINDS)
+            self.cache.half_written = any(self._waiting.values())
             self._carry_out(keys, values)
 
     def _carry_out(self, keys: Roll | Write, values: Roll | Write) -> None:
@@ -129,6 +131,7 @@ class Halves:
         """Forget what waits for its twin."""
         for queue in self._waiting.values():
             queue.clear()
+        self.cache.half_written = False
 
 
 def _brief(operation: Roll | Write) -> str:

@@ -21,6 +21,7 @@ from quantwm_kernels.bridge import check_detached
 from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostAttributeError, HostError
+from quantwm_models.geometry import Geometry
 from quantwm_models.halves import Halves, Roll, Write
 from quantwm_models.handle import OPERATORS, SUPPORTED, Handle, Sized, name_of
 
@@ -165,7 +166,9 @@ def pair(
     """
     halves, sizes, where = Halves(cache), torch.Size(shape), torch.device(device)
     keys = Store(halves, "keys", sizes, dtype, where)
-    return keys, Store(halves, "values", sizes if value_shape is None else value_shape, dtype, where)
+    values = Store(halves, "values", sizes if value_shape is None else value_shape, dtype, where)
+    cache.expected = Geometry(sizes[0], sizes[2], sizes[3], values.shape[3], where)
+    return keys, values
 
 
 def _no_arithmetic(store: Store, *_: object) -> Any:

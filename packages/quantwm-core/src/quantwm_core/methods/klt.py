@@ -11,24 +11,24 @@ queries' moment). Ours: the metric of the queries and the covariance of the keys
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import BFloat16, Float64, UInt8
+from jaxtyping import Float64, UInt8
 
-from quantwm_core import allocation, cost, transform
-from quantwm_core.chunk import KINDS, Kind, SealedTensor
+from quantwm_core import allocation, basis
+from quantwm_core.chunk import KINDS, Kind
 from quantwm_core.errors import ParameterError
-from quantwm_core.statistics import QueryMoment
+from quantwm_core.transform_method import TransformMethod
 
 ALLOCATIONS = ("head", "layer")
+MOST_DAMP = 1 / basis.RIDGE
+"""Beyond, nothing of the queries' metric would be left."""
 
 
 @dataclass(frozen=True)
-class Klt:
+class Klt(TransformMethod):
     """The transform code.
 
     Attributes:
@@ -37,9 +37,20 @@ class Klt:
         tolerance: Expected error relative to the energy at which a stream has bits enough: a target instead of a rate, up
             to 8 bits. 0 spends ``bits``.
         allocation: Whether the bits of a ``"head"`` are its own or the heads of a ``"layer"`` share theirs.
-        damp: How much of a uniform metric is mixed into that of past queries, against their drift.
+        damp: How much of a uniform metric is mixed into that of past queries, against their drift; up to
+            :data:`MOST_DAMP`.
         lifetime: Units that are expected to share a basis: it is renewed where that saves more bits than it takes. 0 keeps
             the first one for ever.
+
+    >>> rng = np.random.default_rng(0)
+    >>> unit = (rng.normal(size=(1, 2, 256, 64)) * np.exp2(-np.arange(64) / 8)).astype("bfloat16")
+    >>> first = METHOD(lifetime=0.0).seal("values", unit)
+    >>> second = METHOD(lifetime=0.0).seal("values", unit, previous=first)
+    >>> second.arrays["shared_basis"] is first.arrays["shared_basis"]
+    True
+    >>> error = METHOD().decode(second).astype(np.float32) - unit.astype(np.float32)
+    >>> bool(np.square(error).mean() < 0.02 * np.square(unit.astype(np.float32)).mean())
+    True
     """
 
     bits: float = 2.0
@@ -49,18 +60,17 @@ class Klt:
     damp: float = 0.5
     lifetime: float = 2.0
     name = "klt"
-    recent_tokens = 0
 
     def __post_init__(self) -> None:
         if self.allocation not in ALLOCATIONS:
             raise ParameterError(f"klt allocation {self.allocation!r}: known: {', '.join(ALLOCATIONS)}")
         for kind in KINDS:
-            transform.check_bits("klt", self.rate(kind))
-        if not 0 <= self.tolerance < 1 or not 0 < self.damp < math.inf or not 0 <= self.lifetime < math.inf:
+            self.check_bits(self.rate(kind))
+        if not 0 <= self.tolerance < 1 or not 0 < self.damp <= MOST_DAMP:
             raise ParameterError(
-                f"klt tolerance {self.tolerance}, damp {self.damp}, lifetime {self.lifetime}: "
-                "need 0 to 1, more than 0 and at least 0"
+                f"klt tolerance {self.tolerance}, damp {self.damp}: need 0 to 1 and more than 0 up to {MOST_DAMP:g}"
             )
+        self.check_lifetime()
 
     def uses_queries(self, kind: Kind) -> bool:
         """For keys."""
@@ -70,58 +80,14 @@ class Klt:
         """Code bits an element."""
         return self.bits if kind == "keys" or self.value_bits is None else self.value_bits
 
-    def array_names(self, kind: Kind) -> tuple[str, ...]:
-        """Parts of a transform code."""
-        return transform.PARTS
-
-    def seal(
-        self,
-        kind: Kind,
-        values: BFloat16[np.ndarray, "batch heads tokens channels"],
-        moment: QueryMoment | None = None,
-        previous: SealedTensor | None = None,
-    ) -> SealedTensor:
-        """Encode a unit's keys or values, in the basis of the unit before unless a new one is worth its bytes.
-
-        Raises:
-            ShapeError: The head dimension is no multiple of eight.
-
-        >>> rng = np.random.default_rng(0)
-        >>> unit = (rng.normal(size=(1, 2, 256, 64)) * np.exp2(-np.arange(64) / 8)).astype("bfloat16")
-        >>> first = METHOD(lifetime=0.0).seal("values", unit)
-        >>> second = METHOD(lifetime=0.0).seal("values", unit, previous=first)
-        >>> second.arrays["shared_basis"] is first.arrays["shared_basis"]
-        True
-        >>> error = METHOD().decode(second).astype(np.float32) - unit.astype(np.float32)
-        >>> bool(np.square(error).mean() < 0.02 * np.square(unit.astype(np.float32)).mean())
-        True
-        """
-        batch, heads, tokens, channels = values.shape
-        metrics = np.zeros((batch, heads, channels, channels))
-        if kind == "keys" and moment is not None:
-            metrics = moment.mean.astype(np.float64)
-        kept = transform.kept_basis(previous, self.name, (batch, heads), channels)
-        allocate = partial(self.allocate, kind, channels)
-        arrays = transform.seal(values, metrics, self.damp, allocate, kept, self.lifetime)
-        return SealedTensor(self.name, asdict(self), (batch, heads, tokens, channels), arrays)
-
-    def decode(
-        self, sealed: SealedTensor, start: int = 0, stop: int | None = None
-    ) -> BFloat16[np.ndarray, "batch heads tokens channels"]:
-        """Mean plus codes times matrix, rounded to BF16 once."""
-        return transform.decode(sealed.arrays, sealed.shape, *sealed.token_range(start, stop))
-
-    def nbytes(self, kind: Kind, shape: tuple[int, int, int, int], first: bool) -> int:
-        """As if every stream gave two bits to as many directions as it can, in a basis of its own."""
-        batch, heads, tokens, channels = shape
-        per_token = channels if self.tolerance else allocation.budget(self.rate(kind), channels)
-        return batch * heads * cost.transform_most_nbytes(tokens, channels, per_token)
+    def token_bytes(self, kind: Kind, channels: int) -> int:
+        """Most bytes of a token's codes: up to eight bits an element where a target says when to stop."""
+        return channels if self.tolerance else allocation.budget(self.rate(kind), channels)
 
     def allocate(
-        self, kind: Kind, channels: int, energies: Sequence[Float64[np.ndarray, " _blocks"]]
+        self, nbytes: int, energies: Sequence[Float64[np.ndarray, " _blocks"]]
     ) -> UInt8[np.ndarray, "streams 3"]:
-        """Blocks of 8, 4 and 2 bits for streams of ``channels``, given the energies of their blocks."""
-        nbytes = channels if self.tolerance else allocation.budget(self.rate(kind), channels)
+        """By reverse water-filling."""
         if self.allocation == "layer":
             return allocation.water_fill(energies, nbytes * len(energies), self.tolerance)
         return np.concatenate([allocation.water_fill([each], nbytes, self.tolerance) for each in energies])

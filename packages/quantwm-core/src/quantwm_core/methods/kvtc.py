@@ -8,87 +8,52 @@ Steps are searched per direction instead of scales stored per token, which is be
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import BFloat16, Float64, UInt8
+from jaxtyping import Float64, UInt8
 
-from quantwm_core import allocation, cost, transform
-from quantwm_core.chunk import Kind, SealedTensor
-from quantwm_core.errors import ParameterError
-from quantwm_core.statistics import QueryMoment
+from quantwm_core import allocation
+from quantwm_core.chunk import Kind
+from quantwm_core.transform_method import TransformMethod
 
 
 @dataclass(frozen=True)
-class Kvtc:
+class Kvtc(TransformMethod):
     """Principal components.
 
     Attributes:
         bits: Code bits an element; steps, means and the basis come on top.
         lifetime: Units that are expected to share a basis, as in ``klt``; 0 keeps the first one for ever.
+
+    >>> unit = np.linspace(-1, 1, 512, dtype=np.float32).reshape(1, 1, 64, 8).astype("bfloat16")
+    >>> sealed = METHOD(bits=4.0).seal("keys", unit)
+    >>> sealed.arrays["codes"].nbytes, sealed.arrays["blocks"].tolist()
+    (256, [[[0, 1, 0]]])
     """
 
     bits: float = 2.0
     lifetime: float = 2.0
     name = "kvtc"
-    recent_tokens = 0
+    damp = 0.0
 
     def __post_init__(self) -> None:
-        transform.check_bits("kvtc", self.bits)
-        if not 0 <= self.lifetime < math.inf:
-            raise ParameterError(f"kvtc lifetime {self.lifetime}: need at least 0")
+        self.check_bits(self.bits)
+        self.check_lifetime()
 
     def uses_queries(self, kind: Kind) -> bool:
         """No."""
         return False
 
-    def array_names(self, kind: Kind) -> tuple[str, ...]:
-        """Parts of a transform code."""
-        return transform.PARTS
-
-    def seal(
-        self,
-        kind: Kind,
-        values: BFloat16[np.ndarray, "batch heads tokens channels"],
-        moment: QueryMoment | None = None,
-        previous: SealedTensor | None = None,
-    ) -> SealedTensor:
-        """Encode a unit's keys or values; statistics of queries are not used.
-
-        Raises:
-            ShapeError: The head dimension is no multiple of eight.
-
-        >>> unit = np.linspace(-1, 1, 512, dtype=np.float32).reshape(1, 1, 64, 8).astype("bfloat16")
-        >>> sealed = METHOD(bits=4.0).seal("keys", unit)
-        >>> sealed.arrays["codes"].nbytes, sealed.arrays["blocks"].tolist()
-        (256, [[[0, 1, 0]]])
-        """
-        batch, heads, tokens, channels = values.shape
-        kept = transform.kept_basis(previous, self.name, (batch, heads), channels)
-        allocate = partial(self.allocate, kind, channels)
-        uniform = np.zeros((batch, heads, channels, channels))
-        arrays = transform.seal(values, uniform, 0.0, allocate, kept, self.lifetime)
-        return SealedTensor(self.name, asdict(self), (batch, heads, tokens, channels), arrays)
-
-    def decode(
-        self, sealed: SealedTensor, start: int = 0, stop: int | None = None
-    ) -> BFloat16[np.ndarray, "batch heads tokens channels"]:
-        """Mean plus codes times matrix, rounded to BF16 once."""
-        return transform.decode(sealed.arrays, sealed.shape, *sealed.token_range(start, stop))
-
-    def nbytes(self, kind: Kind, shape: tuple[int, int, int, int], first: bool) -> int:
-        """As if every stream gave two bits to as many directions as it can, in a basis of its own."""
-        batch, heads, tokens, channels = shape
-        return batch * heads * cost.transform_most_nbytes(tokens, channels, allocation.budget(self.bits, channels))
+    def token_bytes(self, kind: Kind, channels: int) -> int:
+        """Most bytes of a token's codes."""
+        return allocation.budget(self.bits, channels)
 
     def allocate(
-        self, kind: Kind, channels: int, energies: Sequence[Float64[np.ndarray, " _blocks"]]
+        self, nbytes: int, energies: Sequence[Float64[np.ndarray, " _blocks"]]
     ) -> UInt8[np.ndarray, "streams 3"]:
-        """Blocks of 8, 4 and 2 bits for streams of ``channels``, given the energies of their blocks."""
-        nbytes = allocation.budget(self.bits, channels)
+        """By dynamic programming."""
         return np.stack([allocation.dynamic(each, nbytes) for each in energies])
 
 

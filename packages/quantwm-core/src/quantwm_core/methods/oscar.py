@@ -23,7 +23,8 @@ from quantwm_core.domain import BF16, binary_exponent
 from quantwm_core.errors import ParameterError, ShapeError
 from quantwm_core.statistics import QueryMoment
 
-PARTS = ("codes", "scales", "minima", "shared_fitted", *basis.PARTS)
+SHARED_PARTS = ("shared_fitted", *basis.PARTS)
+PARTS = ("codes", "scales", "minima", *SHARED_PARTS)
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Shares of a token's range that are tried; the first of equals is taken."""
 
@@ -74,7 +75,7 @@ class Oscar:
         if channels % BLOCK:
             raise ShapeError(f"head dimension {channels}: oscar needs a multiple of {BLOCK}")
         moments, known = _moments(kind, values, moment)
-        kept = transform.kept_basis(previous, self.name, (batch, heads), channels)
+        kept = transform.kept_basis(previous, self.name, (batch, heads), channels, SHARED_PARTS)
         before = previous.arrays["shared_fitted"] if kept is not None and previous is not None else known * np.uint8(0)
         fitted, shared = _rotation(kept, before, moments, known)
         coded = [
@@ -175,10 +176,8 @@ def _moments(
         own = np.swapaxes(scaled, -1, -2) @ scaled / tokens
     else:
         own = np.zeros((batch, heads, channels, channels)) if moment is None else moment.mean.astype(np.float64)
-    average = np.trace(own, axis1=-2, axis2=-1) / channels
-    known = average > 0
-    divisor = np.where(known, average, 1.0)[..., None, None]
-    return np.where(known[..., None, None], own / divisor, np.eye(channels)), known
+    moments, average = basis.normalised(own)
+    return moments, average > 0
 
 
 def _rotation(

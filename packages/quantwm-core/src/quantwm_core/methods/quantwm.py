@@ -29,7 +29,8 @@ from quantwm_core.statistics import QueryMoment
 METRICS = ("diagonal", "full", "uniform")
 ROUNDINGS = ("nearest", "feedback")
 WARM_ITERATIONS = 2
-PSAC_PARTS = ("basis", "coefficient_scales", "coefficients", "layout", "bitmap", "sparse_values", "sparse_counts")
+SPARSE_PARTS = ("layout", "bitmap", "sparse_values", "sparse_counts")
+PSAC_PARTS = ("basis", "coefficient_scales", "coefficients", *SPARSE_PARTS)
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ def _psac_code(sealed: SealedTensor) -> psac.PsacCode:
     arrays = sealed.arrays
     tokens = sealed.shape[2]
     scales, dense = arrays["coefficient_scales"], arrays["coefficients"]
-    if "layout" in arrays:
+    if not arrays.keys().isdisjoint(SPARSE_PARTS):
         values = arrays.get("sparse_values", np.zeros(0, np.int8))  # absent where every coefficient is zero
         return psac.PsacCode(scales, dense, arrays["layout"], arrays["bitmap"], values, arrays["sparse_counts"])
     return psac.PsacCode(scales, dense, *psac.no_sparse_parts(tokens, scales.shape[-1]))

@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from quantwm_core.errors import ParameterError, StateError
-from quantwm_eval import compare, metrics, pool, provenance
+from quantwm_eval import compare, metrics, output, pool, provenance
 from quantwm_eval.commands.answer import BAD_OPTIONS, Answer, Tell
 from quantwm_eval.commands.arguments import metric_list, positive
 
@@ -36,7 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--jobs", type=positive, default=os.cpu_count() or 1, metavar="N", help="processes (default: %(default)s)"
     )
     one.add_argument("--out", type=Path, metavar="FILE.json", help="write figures and curves over frames as JSON")
-    one.add_argument("--overwrite", action="store_true", help="replace FILE.json if it exists")
+    one.add_argument("--overwrite", action="store_true", help="replace FILE.json if it exists; never an input")
     one.set_defaults(run=run)
 
 
@@ -44,11 +44,10 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
     """Do it."""
     try:
         wanted = _wanted(options.metrics, tell)
-        if options.out is not None and options.out.exists() and not options.overwrite:
-            raise StateError(f"--out {options.out}: exists; name another file, or add --overwrite")
-        if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
-            raise StateError(f"--out {options.out}: need a file in a folder that exists")
         pairs = compare.match(options.video, options.reference)
+        if options.out is not None:
+            read = (path for pair in pairs for side in (pair.video, pair.reference) for path in side.files)
+            output.check_file(options.out, read, options.overwrite)
     except (ParameterError, StateError) as error:
         return Answer("", f"quantwm compare: {error}", BAD_OPTIONS)
     found = pool.scores(pairs, wanted, options.jobs)

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from quantwm_eval import (
     hosts,
     launch,
     named,
+    ownership,
     paired,
     provenance,
     resume,
@@ -49,6 +51,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer:
     """Do it."""
+    with ExitStack() as held:
+        return _run(options, given, tell, held)
+
+
+def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: ExitStack) -> Answer:
     if options.list:
         listed = [(name, named.get(name).about) for name in named.names()]
         return Answer(text_table.grid([("experiment", "what it asks"), *listed], left=2))
@@ -66,6 +73,7 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         if options.out.exists() and not options.out.is_dir():
             raise StateError(f"--out {options.out}: is a file; name a folder")
         options.out.mkdir(parents=True, exist_ok=True)
+        held.enter_context(ownership.owned(options.out))
         begun = resume.begin(path, wanted, source)
     except QuantWMError as error:
         return Answer("", f"quantwm eval: {error}", BAD_OPTIONS)

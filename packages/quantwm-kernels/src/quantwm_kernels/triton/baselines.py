@@ -24,9 +24,12 @@ from quantwm_kernels.triton.transform_sealing import (
     Stored,
     fit,
     kept_rows,
+    normalised,
     power_of_two,
     projector,
+    residuals,
     store,
+    streams_at_once,
 )
 
 
@@ -88,38 +91,41 @@ def encode_rotated(
     if channels % BLOCK:
         raise ShapeError(f"head dimension {channels}: oscar needs a multiple of {BLOCK}")
     flat = values.flatten(0, 1)
-    exponents = torch.frexp(flat.abs().amax((1, 2)).float()).exponent[:, None, None]
-    scaled = flat.double() * power_of_two(-exponents)
-    moments, known = _moments(scaled.mT @ scaled / tokens if own else moment, len(flat), values)
-    fitted, stored = _rotation(kept, moments, known, (batch, heads))
-    rotated = scaled @ projector(stored.rows, torch.eye(channels, dtype=torch.float64, device=values.device)).mT
-    tried = [encode_minmax(_clipped(rotated, size, share), size) for share in SHARES]
-    costs = []
-    for codes, step, low in tried:
-        wide = [part.float().repeat_interleave(size, -1)[..., :channels] for part in (step, low)]
-        error = ((wide[1] + codes * wide[0]).double() - rotated) @ stored.rows.rows
-        costs.append(((error @ moments) * error).sum((1, 2)))
-    best = torch.stack(costs).argmin(0)
-    streams = torch.arange(len(flat), device=values.device)
-    codes, step, low = (torch.stack(part)[best, streams] for part in zip(*tried, strict=True))
-    loud = [
-        (part.double() * power_of_two(exponents)).float().bfloat16().view(batch, heads, tokens, -1)
-        for part in (step, low)
+    exponents = torch.frexp(flat.abs().amax((1, 2)).float()).exponent
+    unmoved = torch.zeros((len(flat), channels), dtype=torch.float64, device=values.device)
+    if own:
+        moment = torch.cat([part.mT @ part / tokens for part in residuals(flat, unmoved, exponents)])
+    elif moment is None:
+        moment = unmoved.new_zeros(len(flat), channels, channels)
+    moments, average = normalised(moment)
+    fitted, stored = _rotation(kept, moments, average > 0, (batch, heads))
+    forward = projector(stored.rows, torch.eye(channels, dtype=torch.float64, device=values.device))
+    several = (part.split(streams_at_once(flat)) for part in (forward, stored.rows.rows, moments))
+    parts = [
+        _searched(scaled @ own_forward.mT, rows, metric, size)
+        for scaled, own_forward, rows, metric in zip(residuals(flat, unmoved, exponents), *several, strict=True)
     ]
-    packed = packing.pack(codes.view(batch, heads, tokens, channels))
-    return {"codes": packed, "scales": loud[0], "minima": loud[1], "shared_fitted": fitted, **stored.arrays}
+    codes, step, low = (torch.cat(part).view(batch, heads, tokens, -1) for part in zip(*parts, strict=True))
+    loudness = power_of_two(exponents).view(batch, heads, 1, 1)
+    scales, minima = ((part.double() * loudness).float().bfloat16() for part in (step, low))
+    return {"codes": codes, "scales": scales, "minima": minima, "shared_fitted": fitted, **stored.arrays}
 
 
-def _moments(moment: Tensor | None, streams: int, values: Tensor) -> tuple[Tensor, Tensor]:
-    """What each rotation is fitted to, FP64 ``[S, D, D]``, and whether that is known."""
-    channels = values.shape[3]
-    identity = torch.eye(channels, dtype=torch.float64, device=values.device).expand(streams, -1, -1)
-    if moment is None:
-        return identity, torch.zeros(streams, dtype=torch.bool, device=values.device)
-    wide = moment.reshape(streams, channels, channels).double()
-    average = wide.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-    known = average > 0
-    return torch.where(known, wide / torch.where(known, average, 1.0), identity), known.flatten()
+def _searched(rotated: Tensor, rows: Tensor, metric: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed codes, steps and minima of FP64 ``[few, N, D]`` with the shares whose errors cost least; first of equals."""
+    least = torch.full_like(rotated[:, 0, 0], torch.inf)
+    best: tuple[Tensor, ...] = ()
+    for share in SHARES:
+        codes, step, low = encode_minmax(_clipped(rotated, size, share), size)
+        wide = [part.float().repeat_interleave(size, -1)[..., : rotated.shape[2]] for part in (step, low)]
+        error = ((wide[1] + codes * wide[0]).double() - rotated) @ rows
+        cost = ((error @ metric) * error).sum((1, 2))
+        better = (cost < least)[:, None, None]
+        tried = (codes, step, low)
+        best = tuple(torch.where(better, *pair) for pair in zip(tried, best, strict=True)) if best else tried
+        least = torch.minimum(cost, least)
+    codes, step, low = best
+    return packing.pack(codes), step, low
 
 
 def _rotation(

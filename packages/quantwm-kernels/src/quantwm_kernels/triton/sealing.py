@@ -25,17 +25,17 @@ from torch import Tensor
 from quantwm_core import affine as core_affine
 from quantwm_core import basis, methods
 from quantwm_core import codebook as core_codebook
+from quantwm_core.chunk import SHARED
 from quantwm_core.clustered import TABLE_SCALES
 from quantwm_core.errors import DeviceError, ParameterError
 from quantwm_core.integer_table import EXACT_BITS
 from quantwm_core.methods.bf16 import BF16Method
 from quantwm_core.methods.kivi import Kivi
-from quantwm_core.methods.klt import Klt
-from quantwm_core.methods.kvtc import Kvtc
 from quantwm_core.methods.oscar import Oscar
 from quantwm_core.methods.quantwm import WARM_ITERATIONS, QuantWM
 from quantwm_core.methods.qvg import QVG
 from quantwm_core.methods.rtn import RoundToNearest
+from quantwm_core.transform_method import TransformMethod
 from quantwm_kernels.launch import on_device
 from quantwm_kernels.sealing import Asked, Draft, PendingTensors, Status
 from quantwm_kernels.statistics import QueryMoment
@@ -101,7 +101,7 @@ def _group(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) ->
             return _rtn(jobs, layer)
         case Kivi():
             return [_kivi(job) for job in jobs]
-        case Klt() | Kvtc() | Oscar():
+        case TransformMethod() | Oscar():
             for number, job in enumerate(jobs):
                 if moment is not None and job.method.uses_queries(job.kind):
                     own = status[Status.MOMENT].view(len(jobs), -1)[number]
@@ -121,25 +121,25 @@ def _later(job: Asked, moment: QueryMoment | None) -> Callable[[], Arrays] | Non
     channels = job.shape[3]
     kept = _kept(job)
     match job.method:
-        case Klt(damp=damp, lifetime=lifetime, allocate=allocate):
-            allocated = partial(allocate, job.kind, channels)
-            return partial(transform_sealing.seal, job.exact, mean, damp, allocated, kept, lifetime)
-        case Kvtc(lifetime=lifetime, allocate=allocate):
-            allocated = partial(allocate, job.kind, channels)
-            return partial(transform_sealing.seal, job.exact, None, 0.0, allocated, kept, lifetime)
+        case TransformMethod(damp=damp, lifetime=lifetime) as method:
+            allocate = method.allocator(job.kind, channels)
+            return partial(transform_sealing.seal, job.exact, mean, damp, allocate, kept, lifetime)
         case Oscar(group_size=size):
             return partial(baselines.encode_rotated, job.exact, mean, kept, size or channels, own=job.kind == "values")
     return None
 
 
 def _kept(job: Asked) -> Mapping[str, Tensor] | None:
-    """Arrays of the unit before, if it is of the same method and its basis fits."""
+    """Arrays of the unit before, if it is of the same method and its basis is whole and fits."""
     previous = job.previous
-    if previous is None or previous.method != job.method.name or basis.PARTS[0] not in previous.arrays:
+    if previous is None or previous.method != job.method.name:
+        return None
+    shared = [name for name in job.method.array_names(job.kind) if name.startswith(SHARED)]
+    if not shared or not previous.arrays.keys() >= set(shared):
         return None
     rows, _, blocks = (previous.arrays[part] for part in basis.PARTS)
     batch, heads, _, channels = job.shape
-    if tuple(blocks.shape) != (batch, heads) or rows.shape[1] != channels:
+    if tuple(blocks.shape) != (batch, heads) or rows.shape[1:] != (channels,):
         return None
     if rows.device != job.values.device:
         raise DeviceError(

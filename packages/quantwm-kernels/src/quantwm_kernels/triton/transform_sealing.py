@@ -136,16 +136,20 @@ def sources_of(values: Tensor, metrics: Tensor | None, damp: float) -> Sources:
     scaled_means = means.to(torch.float32).bfloat16().double()
     tokens = flat.shape[1]
     covariance = torch.cat([part.mT @ part / tokens for part in residuals(flat, scaled_means, exponents)])
-    identity = torch.eye(channels, dtype=torch.float64, device=flat.device)
-    metric, loudness = identity.expand(len(flat), -1, -1), torch.ones_like(means[:, 0])
-    if metrics is not None:
-        wide = metrics.flatten(0, 1).double()
-        average = wide.diagonal(dim1=1, dim2=2).mean(1)
-        loudness = torch.where(average > 0, average, 1.0)
-        metric = torch.where((average > 0)[:, None, None], wide / loudness[:, None, None], identity)
-    return Sources(
-        flat, scaled_means, exponents, covariance, metric + damp * identity, loudness * power_of_two(2 * exponents)
-    )
+    metric, average = normalised(torch.zeros_like(covariance) if metrics is None else metrics)
+    damped = metric + damp * torch.eye(channels, dtype=torch.float64, device=flat.device)
+    loudness = torch.where(average > 0, average, 1.0) * power_of_two(2 * exponents)
+    return Sources(flat, scaled_means, exponents, covariance, damped, loudness)
+
+
+def normalised(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`quantwm_core.basis.normalised` of streams ``[.., D, D]``: FP64 ``[S, D, D]`` and ``[S]``."""
+    channels = moments.shape[-1]
+    wide = moments.reshape(-1, channels, channels).double()
+    average = wide.diagonal(dim1=1, dim2=2).mean(1)
+    known = (average > 0)[:, None, None]
+    identity = torch.eye(channels, dtype=torch.float64, device=moments.device)
+    return torch.where(known, wide / torch.where(known, average[:, None, None], 1.0), identity), average
 
 
 def residuals(values: Tensor, scaled_means: Tensor, exponents: Tensor) -> Iterator[Tensor]:
@@ -173,7 +177,7 @@ def power_of_two(exponents: Tensor) -> Tensor:
 def fit(covariance: Tensor, metric: Tensor) -> Tensor:
     """Rows ``[S, D, D]`` that whiten the metric and decorrelate the covariance, largest energy first."""
     energies, vectors = torch.linalg.eigh(metric)
-    root = energies.sqrt()[:, None]
+    root = torch.maximum(energies, basis.RIDGE * energies[:, -1:]).sqrt()[:, None]
     whiten, restore = (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
     rows = (restore @ torch.linalg.eigh(whiten @ covariance @ whiten).eigenvectors.flip(2)).mT
     largest = rows.gather(2, rows.abs().argmax(2, keepdim=True))
@@ -265,10 +269,21 @@ def _in_basis(
     if elements == 0:
         return before, old
     made, new = _fitted(sources, allocate, shape)
-    floor = torch.finfo(torch.float64).tiny
-    saved = (old.distortion.clamp(min=floor) / new.distortion.clamp(min=floor)).log2().mean() / 2
     nbytes = sum(array.nbytes for array in made.arrays.values())
-    return (made, new) if saved.item() * elements > 8 * nbytes else (before, old)
+    return (made, new) if _saved_bits(old, new) * elements > 8 * nbytes else (before, old)
+
+
+def _saved_bits(old: Plans, new: Plans) -> float:
+    """Bits an element that codes in the new basis save, once those in the old one grow to be as good, at 6 dB a bit."""
+    floor = torch.finfo(torch.float64).tiny
+    ratios = old.distortion.clamp(min=floor) / new.distortion.clamp(min=floor)
+    return ratios.log2().mean().item() / 2 + _rate(old) - _rate(new)
+
+
+def _rate(plans: Plans) -> float:
+    """Code bits an element."""
+    channels = plans.rows.rows.shape[2]
+    return float(np.mean([8 * allocation.token_bytes(own) / channels for own in plans.blocks]))
 
 
 def _fitted(sources: Sources, allocate: Allocate, shape: tuple[int, int]) -> tuple[Stored, Plans]:
