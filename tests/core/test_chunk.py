@@ -1,4 +1,6 @@
 import contextlib
+import copy
+import inspect
 import json
 import os
 import struct
@@ -16,7 +18,7 @@ from safetensors import deserialize, safe_open
 from quantwm_core import chunk, load, save, scheme
 from quantwm_core.chunk import SealedChunk, SealedTensor, read_arrays, write_arrays
 from quantwm_core.domain import BF16
-from quantwm_core.errors import DtypeError, FormatError, QuantWMError, RangeError, ShapeError
+from quantwm_core.errors import DtypeError, FormatError, ParameterError, QuantWMError, RangeError, ShapeError
 from quantwm_core.method import decode
 from tests.core import strategies
 from tests.core.compare import assert_arrays, assert_bits
@@ -306,6 +308,44 @@ def test_reserved_metadata_are_refused(key: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="reserved"):
         save(tmp_path / "a", {}, {key: "x"})
     assert not list(tmp_path.iterdir())
+
+
+def _unchecked(value: Any, **changes: Any) -> Any:
+    """A copy with other fields, past the annotations, which are enforced in these tests only."""
+    changed = copy.copy(value)
+    for name, field in changes.items():
+        object.__setattr__(changed, name, field)
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("layer", "start", "metadata", "error", "told"),
+    [
+        ("a", 0, {}, ParameterError, "layer 'a': need a whole number"),
+        (0.5, 0, {}, ParameterError, r"layer 0\.5: need a whole number"),
+        (0, "x", {}, ParameterError, "start 'x': need a whole number"),
+        (0, 1.5, {}, ParameterError, r"start 1\.5: need a whole number"),
+        (0, 0, {"a": 3}, FormatError, "metadata 'a': 3: need text"),
+        (0, 0, {3: "a"}, FormatError, "metadata 3: 'a': need text"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_written(
+    layer: Any, start: Any, metadata: Any, error: type[Exception], told: str, path: Path
+) -> None:
+    before = path.read_bytes()
+    with pytest.raises(error, match=told):
+        inspect.unwrap(save)(path, {layer: [_unchecked(_sealed(), start=start)]}, metadata)
+    assert path.read_bytes() == before
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers(tmp_path: Path) -> None:
+    sealed = _sealed()
+    keys = _unchecked(sealed.keys, shape=tuple(map(np.int64, sealed.keys.shape)))
+    wide = _unchecked(sealed, start=np.int64(0), keys=keys)
+    save(tmp_path / "plain", {3: [sealed]})
+    layer: Any = np.int64(3)
+    inspect.unwrap(save)(tmp_path / "wide", {layer: [wide]})
+    assert (tmp_path / "plain").read_bytes() == (tmp_path / "wide").read_bytes()
 
 
 def test_an_array_that_no_file_can_hold_is_named(path: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -467,3 +467,15 @@ def test_methods_are_values() -> None:
         assert variant.make() == variant.make()
         assert hash(variant.make()) == hash(variant.make())
         assert set(asdict(cast("Any", variant.make()))) == set(methods.parameter_names(variant.name))
+
+
+@VARIANTS
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 63, 65, 10**13])  # of 64; the last is more than any memory
+def test_a_unit_that_claims_other_tokens_than_it_holds_is_refused(variant: Variant, kind: Kind, tokens: int) -> None:
+    shape = (1, 2, 64, 32)
+    sealed = variant.make().seal(kind, _unit(shape), _moment(shape))
+    claimed = replace(sealed, shape=(1, 2, tokens, 32))
+    for stop in (1, None):
+        with pytest.raises(FormatError, match="do not fit together"):
+            decode_tensor(claimed, 0, stop)

@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 
 from quantwm_core.errors import StateError
+from quantwm_eval import provenance, results
+from quantwm_eval.experiment import Experiment, MethodChoice
 from quantwm_eval.output import RESULTS, prepare
+
+WANTED = Experiment((MethodChoice("bf16"),), scenes=(0,))
 
 
 def test_a_default_that_is_taken_gets_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +40,21 @@ def test_an_earlier_run_is_replaced_only_when_asked(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="not empty"):
         prepare(tmp_path, "demo", overwrite=False)
     assert prepare(tmp_path, "demo", overwrite=True) == tmp_path
+    (tmp_path / RESULTS).write_text(results.header_line(WANTED, provenance.collect(["demo"])) + '{"kind": "wa')
+    assert prepare(tmp_path, "demo", overwrite=True) == tmp_path
+
+
+def test_results_of_another_command_or_of_nobody_known_are_never_replaced(tmp_path: Path) -> None:
+    evaluated = results.header_line(WANTED, provenance.collect(["eval", "--out", "demo"]))
+    for content, wanted in (
+        (evaluated, "is of 'quantwm eval --out demo', not of quantwm demo"),
+        ('{"my": "figures"}\n', "not a quantwm results file"),
+        ("three years of work\n", "not JSON"),
+    ):
+        (tmp_path / RESULTS).write_text(content)
+        with pytest.raises(StateError, match=wanted):
+            prepare(tmp_path, "demo", overwrite=True)
+        assert (tmp_path / RESULTS).read_text() == content
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import io
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
@@ -282,3 +283,38 @@ def test_a_run_that_breaks_off_keeps_its_finished_cells(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         produce(WANTED, FakeHost(), provenance.collect([]), tmp_path, break_off)
     assert len(results.load(tmp_path / "results.jsonl").cells) == 3 * 3
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_earlier_run_is_replaced_when_the_new_one_has_succeeded(tmp_path: Path) -> None:
+    one = dataclasses.replace(WANTED, scenes=(0,), kinds=("walk",))
+    first = dataclasses.replace(one, methods=(*one.methods[:1], MethodChoice("rtn")))
+    second = dataclasses.replace(one, methods=(*one.methods[:1], MethodChoice("qvg")))
+    source = provenance.collect(["demo"])
+    produce(first, FakeHost(), source, tmp_path, lambda _title: None)
+    for mine in ("thesis.tex", "videos/mine.mp4"):
+        (tmp_path / mine).write_bytes(b"mine")
+    before = snapshot(tmp_path)
+    assert "videos/walk-0-rtn.mp4" in before
+
+    def break_off(title: str) -> None:
+        if title == "walk 0, qvg":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        produce(second, FakeHost(), source, tmp_path, break_off)
+    (unfinished,) = tmp_path.glob("unfinished-*")
+    assert len(results.load(unfinished / "results.jsonl").cells) == 1
+    assert {name: content for name, content in snapshot(tmp_path).items() if "unfinished" not in name} == before
+
+    shutil.rmtree(unfinished)
+    made = produce(second, FakeHost(), source, tmp_path, lambda _title: None)
+    after = snapshot(tmp_path)
+    assert after.keys() == {name.replace("rtn", "qvg") for name in before}
+    assert (after["thesis.tex"], after["videos/mine.mp4"]) == (b"mine", b"mine")
+    assert results.load(tmp_path / "results.jsonl").experiment == second
+    assert made.files[0] == tmp_path / "results.jsonl"
+    assert not list(tmp_path.glob("unfinished-*"))

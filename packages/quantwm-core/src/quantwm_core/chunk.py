@@ -16,11 +16,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex, cast
 
 import numpy as np
 
-from quantwm_core.errors import FormatError, RangeError, ShapeError
+from quantwm_core.errors import FormatError, ParameterError, RangeError, ShapeError
 from quantwm_core.tensor_file import make_header, read_header, replaced
 
 FORMAT_VERSION = 1
@@ -67,12 +67,21 @@ class SealedTensor:
         """Bytes of the BF16 tensor it stands for."""
         return 2 * int(np.prod(self.shape))
 
-    def token_range(self, start: int, stop: int | None) -> tuple[int, int]:
+    def token_range(self, start: int, stop: int | None, *by_token: str) -> tuple[int, int]:
         """Check a token range inside the unit and return it with its end filled in.
+
+        Args:
+            start: First token.
+            stop: Position after the last one; None for the unit's end.
+            by_token: Names of arrays ``[B, H, N, ...]``, which must hold as many streams and tokens as the unit claims.
 
         Raises:
             RangeError: The range does not lie inside the unit.
+            ShapeError: An array holds other streams or tokens.
         """
+        for name in by_token:
+            if self.arrays[name].shape[:3] != self.shape[:3]:
+                raise ShapeError(f"{name} {self.arrays[name].shape} of a unit of {self.shape}")
         tokens = self.shape[2]
         end = tokens if stop is None else stop
         if not 0 <= start <= end <= tokens:
@@ -159,9 +168,12 @@ def save(
         metadata: Further text entries; ``format`` and ``chunks`` are reserved.
 
     Raises:
-        FormatError: ``metadata`` uses a reserved key, or ``path`` is a folder.
+        FormatError: ``metadata`` uses a reserved key or holds what is no text, or ``path`` is a folder.
+        ParameterError: A layer, a start, a version or a size is no whole number.
     """
     extra = dict(metadata or {})
+    if odd := [item for item in extra.items() if not all(isinstance(part, str) for part in item)]:
+        raise FormatError(f"metadata {odd[0][0]!r}: {odd[0][1]!r}: need text for text")
     if extra.keys() & {"format", "chunks"}:
         raise FormatError("metadata keys 'format' and 'chunks' are reserved; choose others")
     header: list[dict[str, Any]] = []
@@ -169,20 +181,30 @@ def save(
     for layer, chunks in layers.items():
         held: dict[tuple[Kind, str, int], int] = {}  # which chunk of the layer holds a shared array
         for number, chunk in enumerate(chunks):
-            entry: dict[str, Any] = {"layer": layer, "chunk": number, "start": chunk.start, "version": chunk.version}
+            numbers = {"layer": layer, "chunk": number, "start": chunk.start, "version": chunk.version}
+            entry: dict[str, Any] = {name: _whole(name, given) for name, given in numbers.items()}
             for kind in KINDS:
                 tensor: SealedTensor = getattr(chunk, kind)
-                entry[kind] = {"method": tensor.method, "parameters": dict(tensor.parameters), "shape": tensor.shape}
+                shape = [_whole(f"size of {kind}", size) for size in tensor.shape]
+                entry[kind] = {"method": tensor.method, "parameters": dict(tensor.parameters), "shape": shape}
                 holders = {
                     name: held.setdefault((kind, name, id(array)), number) for name, array in tensor.shared.items()
                 }
                 elsewhere = {name: holder for name, holder in holders.items() if holder != number}
                 if elsewhere:
                     entry[kind]["shared"] = elsewhere
-                prefix = f"layer.{layer}.chunk.{number}.{kind}."
+                prefix = f"layer.{entry['layer']}.chunk.{number}.{kind}."
                 arrays |= {prefix + name: array for name, array in tensor.arrays.items() if name not in elsewhere}
             header.append(entry)
     write_arrays(path, arrays, extra | {"format": f"quantwm/{FORMAT_VERSION}", "chunks": json.dumps(header)})
+
+
+def _whole(name: str, number: object) -> int:
+    """A whole number of any type, NumPy's included, as JSON writes it."""
+    try:
+        return operator.index(cast("SupportsIndex", number))
+    except TypeError as error:
+        raise ParameterError(f"{name} {number!r}: need a whole number") from error
 
 
 def load(path: str | os.PathLike[str]) -> tuple[dict[int, list[SealedChunk]], dict[str, str]]:

@@ -203,8 +203,9 @@ def decode(
     means = arrays["means"]
     if means.shape != (batch, heads, channels):
         raise ShapeError(f"means {means.shape} of a unit of {shape}")
+    stored = list(_stored(arrays, tokens))  # which looks whether there are so many, before room is made for them
     decoded = np.empty((batch, heads, stop - start, channels), BF16)
-    for place, counts, packed, matrix in _stored(arrays, tokens):
+    for place, counts, packed, matrix in stored:
         decoded[place] = _decode(packed, counts, matrix, means[place], start, stop)
     return decoded
 

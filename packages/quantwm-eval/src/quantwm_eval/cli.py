@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         answer: Answer = options.run(options, given, _tell)
     except KeyboardInterrupt:
-        kept = "; finished cells are in the results file" if options.command in KEEPING else ""
+        kept = "; finished cells are kept" if options.command in KEEPING else ""
         answer = Answer("", f"\ninterrupted{kept}", INTERRUPTED)
     except (QuantWMError, OSError) as error:
         answer = Answer("", f"quantwm: {error}", FAILED)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
-from quantwm_core.errors import StateError
+from quantwm_core.errors import FormatError, StateError
+from quantwm_eval import resume
 
 RESULTS = "results.jsonl"
 
@@ -15,8 +16,8 @@ def prepare(wanted: Path | None, default: str, overwrite: bool) -> Path:
     """Make the folder to write into.
 
     A folder that was not asked for by name never meets files: where ``default`` is taken, a number is appended. A folder
-    that was asked for must be empty or new; with ``overwrite`` it may hold an earlier run, whose files are replaced one
-    by one, everything else in it stays.
+    that was asked for must be empty or new; with ``overwrite`` it may hold an earlier run of ``quantwm demo``, whose files
+    are to be replaced when the new one has succeeded, everything else in it stays.
 
     Args:
         wanted: The folder asked for, or None.
@@ -24,7 +25,7 @@ def prepare(wanted: Path | None, default: str, overwrite: bool) -> Path:
         overwrite: Whether an earlier run may be replaced.
 
     Raises:
-        StateError: The folder holds something, or is a file; the message says what to do.
+        StateError: The folder holds something else, or is a file; the message says what to do.
         OSError: It cannot be made.
     """
     if wanted is None:
@@ -42,6 +43,7 @@ def prepare(wanted: Path | None, default: str, overwrite: bool) -> Path:
             raise StateError(
                 f"--out {wanted}: holds no earlier run ({RESULTS}), so --overwrite does not apply; name another folder"
             )
+        _check_demo(wanted)
     wanted.mkdir(parents=True, exist_ok=True)
     return wanted
 
@@ -64,6 +66,22 @@ def check_file(out: Path, inputs: Iterable[Path], overwrite: bool) -> None:
             raise StateError(f"--out {out}: exists; name another file, or add --overwrite")
     if out.is_dir() or not out.parent.is_dir():
         raise StateError(f"--out {out}: need a file in a folder that exists")
+
+
+def _check_demo(folder: Path) -> None:
+    """Refuse to replace results that are not of ``quantwm demo``; a file without a line holds none."""
+    path = folder / RESULTS
+    if not path.stat().st_size:
+        return
+    try:
+        found, _ = resume.read(path)
+    except FormatError as error:
+        raise StateError(f"--out {folder}: {error}; --overwrite does not apply, name another folder") from error
+    if found.provenance.command.split()[:2] != ["quantwm", "demo"]:
+        raise StateError(
+            f"--out {folder}: {RESULTS} is of {found.provenance.command!r}, not of quantwm demo, so --overwrite does not "
+            "apply; name another folder"
+        )
 
 
 def _taken(path: Path) -> bool:

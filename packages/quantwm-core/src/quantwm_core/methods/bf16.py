@@ -49,7 +49,7 @@ class BF16Method:
         Raises:
             RangeError: The range does not lie inside the unit.
         """
-        first, last = sealed.token_range(start, stop)
+        first, last = sealed.token_range(start, stop, "exact")
         return sealed.arrays["exact"][:, :, first:last].copy()
 
     def nbytes(self, kind: Kind, shape: tuple[int, int, int, int], first: bool) -> int:

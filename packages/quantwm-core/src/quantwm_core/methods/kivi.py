@@ -78,7 +78,7 @@ class Kivi:
         self, sealed: SealedTensor, start: int = 0, stop: int | None = None
     ) -> BFloat16[np.ndarray, "batch heads tokens channels"]:
         """Reconstruct BF16."""
-        first, last = sealed.token_range(start, stop)
+        first, last = sealed.token_range(start, stop, "codes")
         arrays, size = sealed.arrays, self.group_size
         codes = packing.unpack(arrays["codes"][:, :, first:last], sealed.shape[3])
         if "scales" in arrays:

@@ -90,7 +90,7 @@ class Oscar:
         self, sealed: SealedTensor, start: int = 0, stop: int | None = None
     ) -> BFloat16[np.ndarray, "batch heads tokens channels"]:
         """BF16 coordinates times the BF16 rotation, summed in FP32 and rounded to BF16."""
-        first, last = sealed.token_range(start, stop)
+        first, last = sealed.token_range(start, stop, "codes", "scales", "minima")
         batch, heads, tokens, channels = sealed.shape
         if sealed.arrays["shared_fitted"].shape != (batch, heads):
             raise ShapeError(

@@ -137,7 +137,7 @@ class QuantWM:
         self, sealed: SealedTensor, start: int = 0, stop: int | None = None
     ) -> BFloat16[np.ndarray, "batch heads tokens channels"]:
         """``c + x^ + A^ U^T``, rounded to BF16 once."""
-        first, last = sealed.token_range(start, stop)
+        first, last = sealed.token_range(start, stop, "codes", "scales", "index")
         arrays = sealed.arrays
         wide = clustered.decode(arrays, first, last)
         if not arrays.keys().isdisjoint(PSAC_PARTS):

@@ -90,7 +90,8 @@ class QVG:
         self, sealed: SealedTensor, start: int = 0, stop: int | None = None
     ) -> BFloat16[np.ndarray, "batch heads tokens channels"]:
         """Residual plus the centroids of all stages, rounded to BF16 once."""
-        first, last = sealed.token_range(start, stop)
+        by_token = ("codes", "scales", *(f"index{suffix}" for suffix in self._suffixes()))
+        first, last = sealed.token_range(start, stop, *by_token)
         arrays = sealed.arrays
         if self.quantizer == "affine":
             total = affine.decode(clustered.affine_code(arrays), first, last)

@@ -72,7 +72,7 @@ class RoundToNearest:
         self, sealed: SealedTensor, start: int = 0, stop: int | None = None
     ) -> BFloat16[np.ndarray, "batch heads tokens channels"]:
         """Reconstruct BF16."""
-        first, last = sealed.token_range(start, stop)
+        first, last = sealed.token_range(start, stop, "codes")
         if self.granularity == "channel":
             return self._decode_channels(sealed, first, last).astype(BF16)
         return affine.decode(clustered.affine_code(sealed.arrays), first, last).astype(BF16)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from quantwm_core import methods
 from quantwm_core.errors import QuantWMError
-from quantwm_eval import output, provenance, report
+from quantwm_eval import output, ownership, provenance, report
 from quantwm_eval.commands.answer import BAD_OPTIONS, FAILED, Answer, Tell
 from quantwm_eval.commands.arguments import method_list, natural, positive
 from quantwm_eval.demo_host import MOST_SCENES, DemoHost
@@ -71,7 +71,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="DIR",
         help=f"new or empty folder (default: {DEFAULT_OUT}, or {DEFAULT_OUT}-2 and so on where that is taken)",
     )
-    one.add_argument("--overwrite", action="store_true", help="replace the files of an earlier run in --out")
+    one.add_argument("--overwrite", action="store_true", help="replace an earlier run in --out when this one has ended")
     one.set_defaults(run=run)
 
 
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
     except QuantWMError as error:
         return Answer("", f"quantwm demo: {error}", BAD_OPTIONS)
     tell(f"writing into {folder}/")
-    with tqdm(total=total, unit="chunk", smoothing=0.05, dynamic_ncols=True) as bar:
+    with ownership.owned(folder), tqdm(total=total, unit="chunk", smoothing=0.05, dynamic_ncols=True) as bar:
 
         def progress(title: str) -> None:
             bar.set_postfix_str(title, refresh=False)
