@@ -65,9 +65,12 @@ class FakeRay:
     def init(self, **_options: Any) -> None:
         self.begun += 1
 
-    def remote(self, **options: Any) -> Callable[[Any], Any]:
-        self.options.append(options)
-        return lambda work: SimpleNamespace(remote=lambda task: (work, task))
+    def remote(self, work: Callable[[Any], Any]) -> Any:
+        def options(**wanted: Any) -> Any:
+            self.options.append(wanted)
+            return SimpleNamespace(remote=lambda task: (work, task))
+
+        return SimpleNamespace(options=options)
 
     def wait(self, waiting: list[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
         self.most = max(self.most, len(waiting))

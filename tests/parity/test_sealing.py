@@ -28,6 +28,7 @@ from quantwm_core import (
 from quantwm_core import methods as core_methods
 from quantwm_core.chunk import KINDS, Kind
 from quantwm_core.chunk import SealedTensor as CoreTensor
+from quantwm_core.clustered import TABLE_SCALES
 from quantwm_core.errors import DeviceError, DomainError, ParameterError
 from quantwm_core.method import Method, decode_tensor
 from quantwm_core.method import scheme as make_scheme
@@ -410,6 +411,17 @@ def test_a_basis_elsewhere_is_refused(device: torch.device) -> None:
     before = [sealed.to("meta") for sealed in begin(device, [(method, "keys", unit)]).wait()]
     with pytest.raises(DeviceError, match="chunk 7, keys: the basis of the unit before is on meta"):
         begin(device, [(method, "keys", unit)], None, before)
+
+
+def test_a_codebook_without_its_scales_is_no_warm_start(device: torch.device) -> None:
+    method = core_methods.get("quantwm", warm_start=True, centroid_bits=8, rank=0, iterations=1)
+    unit = strategies.unit(("normal",), 1, 40, 32)
+    (first,) = begin(device, [(method, "values", unit)]).wait()
+    damaged = replace(first, arrays={name: array for name, array in first.arrays.items() if name != TABLE_SCALES})
+    (sealed,) = begin(device, [(method, "values", unit)], None, [damaged]).wait()
+    assert_arrays("begun anew", dict(numpy_of(sealed).arrays), dict(numpy_of(first).arrays))
+    reference = method.seal("values", unit, None, numpy_of(damaged))
+    assert_arrays("of core", dict(reference.arrays), dict(method.seal("values", unit).arrays))
 
 
 def test_a_codebook_elsewhere_is_no_warm_start(device: torch.device) -> None:

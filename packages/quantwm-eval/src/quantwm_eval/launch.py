@@ -127,13 +127,14 @@ def on_ray(given: Sequence[Task], jobs: int) -> Iterator[tuple[Cell, ...]]:
         raise StateError("--launcher ray: Ray is not installed; pip install 'quantwm-eval[ray]'") from error
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
+    remote = ray.remote(work)
     waiting: list[Any] = []
     left = list(given)
     try:
         while waiting or left:
             while left and len(waiting) < jobs:
                 task = left.pop(0)
-                waiting.append(ray.remote(**_needs(task))(work).remote(task))
+                waiting.append(remote.options(**_needs(task)).remote(task))
             done, waiting = ray.wait(waiting, num_returns=1)
             yield from ray.get(done)
     except ray.exceptions.RayTaskError as error:

@@ -167,8 +167,11 @@ class QuantWM:
         return self.centroids or codebook.default_size(tokens, self.centroid_bits)
 
     def _initial(self, values: np.ndarray, previous: SealedTensor | None) -> np.ndarray | None:
-        """Codebook of the unit before, if it may be used and fits."""
-        if not self.warm_start or previous is None or "centroids" not in previous.arrays:
+        """Codebook of the unit before, if it may be used, is whole and fits."""
+        stored = None if previous is None or not self.warm_start else previous.arrays.get("centroids")
+        if previous is None or stored is None:
+            return None
+        if stored.dtype != BF16 and clustered.TABLE_SCALES not in previous.arrays:
             return None
         table = clustered.table(previous.arrays)
         size = min(values.shape[2], self._size(values.shape[2]))

@@ -157,14 +157,15 @@ def _check_wide(job: Asked, magnitude: Tensor) -> None:
 
 
 def _warm(job: Asked) -> Tensor | None:
-    """Codebook of the unit before, if it may be used and fits."""
+    """Codebook of the unit before, if it may be used, is whole and fits."""
     method, previous = job.method, job.previous
     if not isinstance(method, QuantWM) or not method.warm_start or previous is None:
         return None
     batch, heads, tokens, channels = job.shape
     table = previous.arrays.get("centroids")
-    if table is not None and TABLE_SCALES in previous.arrays:
-        table = integer_table.decode(table, previous.arrays[TABLE_SCALES])
+    if table is not None and table.dtype is not torch.bfloat16:
+        scales = previous.arrays.get(TABLE_SCALES)
+        table = None if scales is None else integer_table.decode(table, scales)
     if table is None or tuple(table.shape) != (batch, heads, _rows(method, tokens), channels):
         return None
     if table.device != job.values.device:
