@@ -54,8 +54,12 @@ def test_the_file_is_what_browsers_play() -> None:
         assert max(b - a for a, b in zip(keys, [*keys[1:], 20], strict=True)) <= 8  # scrubbing decodes few frames
 
 
-def test_the_same_frames_give_the_same_file() -> None:
-    assert film.encode(picture_book(), 8) == film.encode(picture_book(), 8)
+def test_the_same_frames_give_the_same_pictures_and_no_date() -> None:
+    files = [film.encode(picture_book(), 8) for _ in range(2)]
+    # x264 has been seen to choose otherwise once in hundreds of runs, so bytes are not held to be the same.
+    pictures = [film.decode(file).astype(np.int16) for file in files]
+    assert np.abs(pictures[0] - pictures[1]).mean() < 1
+    assert b"creation_time" not in files[0]
 
 
 def test_the_difference_is_grey_where_equal_and_signed_elsewhere() -> None:
