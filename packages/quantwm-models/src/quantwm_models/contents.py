@@ -78,7 +78,8 @@ def _advised() -> Iterator[None]:
     try:
         yield
     except DomainError as error:
-        raise DomainError(f"{error}; overwrite() the chunk with repaired ones, or clear() the cache") from error
+        advice = "a chunk that is at fault can be rewritten with overwrite(), and clear() forgets everything"
+        raise DomainError(f"{error}; {advice}") from error
 
 
 @dataclass(frozen=True)
