@@ -16,6 +16,7 @@ PARAMETERS: dict[str, list[dict[str, Any]]] = {
         {"bits": 1.25, "damp": 2.0, "lifetime": 0.0},
         {"bits": 3.0, "value_bits": 1.5, "allocation": "layer"},
         {"tolerance": 0.05, "lifetime": 1000.0},
+        {"level": 0.01},
     ],
     "kvtc": [{}, {"bits": 2.5, "lifetime": 0.0}],
     "oscar": [{}, {"group_size": 12}],
