@@ -78,10 +78,15 @@ class Variant:
         return bool(self.parameters.get("threshold"))
 
     @property
+    def absolute(self) -> bool:
+        """Whether a setting is in units of logits."""
+        return self.sparse or bool(self.parameters.get("level"))
+
+    @property
     def scales(self) -> bool:
-        """Whether powers of two scale through: QVG's scale saturates, and a threshold is in units of logits."""
+        """Whether powers of two scale through: QVG's scale saturates, and some settings are in units of logits."""
         symmetric = self.name == "qvg" and self.parameters.get("quantizer") != "affine"
-        return not symmetric and not self.sparse
+        return not symmetric and not self.absolute
 
 
 def every() -> Iterator[Variant]:
