@@ -23,7 +23,7 @@ from benchmarks.activations import minilm, room, whisper
 from benchmarks.activations.harness import Score, lines, measure
 from benchmarks.activations.methods import labels as default_labels
 from benchmarks.activations.recording import Recording
-from benchmarks.activations.table import markdown
+from benchmarks.activations.table import markdown, pairs
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 CHUNKS = {
@@ -74,6 +74,7 @@ def main() -> None:
     if arguments.model == "table":
         for model in CHUNKS:
             print(markdown(RESULTS / f"activations-{model}.jsonl", default_labels(model)))
+        print(pairs(RESULTS / "activations-room.jsonl"))
     else:
         run(arguments)
 
