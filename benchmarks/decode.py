@@ -145,8 +145,11 @@ def check_parity(chunk: SealedChunk, keys: Tensor, values: Tensor) -> None:
             stop = min(start + 100, tokens)
             expected = to_torch(decode_tensor(core, start, stop).copy()).float()
             off = (out[:, :, start:stop].cpu().float() - expected).abs()
-            assert (off <= 2.0**-7 * expected.abs() + 1e-5).all(), (
-                f"{sealed.method}: off by {off.max()} in {start}:{stop}"
+            # A sum whose terms cancel keeps the rounding of its terms.
+            beyond = off - 2.0**-7 * expected.abs() - 2.0**-18 * expected.abs().max()
+            worst = beyond.argmax()
+            assert beyond.max() <= 0, (
+                f"{sealed.method}: {expected.flatten()[worst]} off by {off.flatten()[worst]} in {start}:{stop}"
             )
 
 

@@ -25,7 +25,7 @@ from quantwm_kernels.sealing import ACCEPTED
 from quantwm_kernels.statistics import second_moment
 from quantwm_models.causality import CausalQueries
 from quantwm_models.contents import Contents, KeyFrame, Sealing, Unit, located, pieces, placed
-from quantwm_models.geometry import Geometry, copied_chunk
+from quantwm_models.geometry import Geometry, exact_chunk
 from quantwm_models.memory import advice, explained, free_nbytes
 from quantwm_models.observer import CacheObserver
 from quantwm_models.offload import Offload, Staged
@@ -152,11 +152,14 @@ class LayerCache:
         self,
         keys: Float[Tensor, "batch heads tokens key_channels"],
         values: Float[Tensor, "batch heads tokens value_channels"],
+        *,
+        copy: bool = True,
     ) -> None:
         """Begin a chunk; the one before it is complete from now on, and units that are due are sealed.
 
         Args:
-            keys, values: BF16, FP16 or FP32 ``[B, H, N, D]`` of any strides; rounded to BF16 and copied.
+            keys, values: BF16, FP16 or FP32 ``[B, H, N, D]`` of any strides; rounded to BF16.
+            copy: False hands tensors over that are BF16 already: nobody may write them any more.
 
         Raises:
             ShapeError, DtypeError: The tensors do not fit each other or the chunks before.
@@ -165,13 +168,15 @@ class LayerCache:
             StateError, DeviceError: A tensor requires grad, or lives where no implementation serves it.
         """
         with self._located():
-            exact_keys, exact_values, geometry = copied_chunk(keys, values, self._geometry)
+            exact_keys, exact_values, geometry = exact_chunk(keys, values, self._geometry, copy=copy)
             self._commit(self._contents.append(exact_keys, exact_values), geometry)
 
     def restart(
         self,
         keys: Float[Tensor, "batch heads tokens key_channels"],
         values: Float[Tensor, "batch heads tokens value_channels"],
+        *,
+        copy: bool = True,
     ) -> None:
         """:meth:`clear`, then :meth:`append`, in one step: a new video begins with this chunk.
 
@@ -179,7 +184,7 @@ class LayerCache:
             QuantWMError: As :meth:`append`; the cache is still what it was then.
         """
         with self._located():
-            exact_keys, exact_values, geometry = copied_chunk(keys, values, None)
+            exact_keys, exact_values, geometry = exact_chunk(keys, values, None, copy=copy)
             begun = self._nothing().append(exact_keys, exact_values)
             self.clear()
             self._commit(begun, geometry)
@@ -207,29 +212,43 @@ class LayerCache:
         with self._located():
             parts = [_split(name, each, tokens) for name, each in (("keys", keys), ("values", values))]
             asked = [None] * len(tokens) if queries is None else _split("queries", queries, tokens)
-            made, geometry = self._rewound(), None
-            told: list[tuple[Sequence[Sealing], Sequence[Span]]] = []
-
-            for part_keys, part_values, part_queries in zip(*parts, asked, strict=True):
-                exact_keys, exact_values, geometry = copied_chunk(part_keys, part_values, geometry)
-                before, made = made, made.append(exact_keys, exact_values)
-                gone = before.gone(made)
-                if part_queries is not None:
-                    _check_queries(part_queries)
-                    made = self._observed(made, part_queries, geometry)
-                # Before the next is copied, so that there is one of them at a time.
-                made, sealings = made.complete().settle(self.scheme, self.key_frame)
-                if self.observers:  # what they are told keeps BF16 tokens alive
-                    told += [((), gone), (sealings, ())]
+            made, geometry, told = self._rewound(), None, []
+            for chunk in zip(*parts, asked, strict=True):
+                made, geometry, heard = self._grown(made, geometry, *chunk)
+                told += heard
+            made = made.owned()
             self.rewind()
             self._commit(made, geometry)
             for each in told:
                 self._tell(*each)
 
+    def _grown(
+        self,
+        contents: Contents,
+        geometry: Geometry | None,
+        keys: Tensor,
+        values: Tensor,
+        queries: Tensor | None,
+    ) -> tuple[Contents, Geometry, list[tuple[Sequence[Sealing], Sequence[Span]]]]:
+        """A history with one chunk more, sealed, and what observers are to hear: nothing if there are none.
+
+        What they hear keeps the chunk's BF16 tensors alive.
+        """
+        exact_keys, exact_values, geometry = exact_chunk(keys, values, geometry, copy=False)
+        grown = contents.append(exact_keys, exact_values)
+        gone = contents.gone(grown)
+        if queries is not None:
+            _check_queries(queries)
+            grown = self._observed(grown, queries, geometry)
+        settled, sealings = grown.complete().settle(self.scheme, self.key_frame)
+        return settled, geometry, [((), gone), (sealings, ())] if self.observers else []
+
     def overwrite(
         self,
         keys: Float[Tensor, "batch heads tokens key_channels"],
         values: Float[Tensor, "batch heads tokens value_channels"],
+        *,
+        copy: bool = True,
     ) -> None:
         """Rewrite the active chunk, as every denoising step does.
 
@@ -238,7 +257,7 @@ class LayerCache:
             ShapeError, DtypeError: The tensors are not what the active chunk holds.
         """
         with self._located():
-            exact_keys, exact_values, _ = copied_chunk(keys, values, self._geometry)
+            exact_keys, exact_values, _ = exact_chunk(keys, values, self._geometry, copy=copy)
             self._contents = self._contents.overwrite(exact_keys, exact_values)
             self.version += 1
 
