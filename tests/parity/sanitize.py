@@ -45,7 +45,7 @@ def watch(variant: variants.Variant, shape: tuple[int, int, int, int]) -> None:
     outputs = [torch.empty(room, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for _ in KINDS]
     plan.into(outputs[0], outputs[1])
     attend_packed(queries, plan, [(tokens((batch, heads, 9, channels), 4), tokens((batch, heads, 9, channels), 5))])
-    attend(queries, outputs[0][:, :, 1:count].contiguous(), outputs[1][:, :, 1:count].contiguous())
+    attend(queries, outputs[0][:, :, 1 : count - 2].contiguous(), outputs[1][:, :, 1 : count - 2].contiguous())
 
 
 def main() -> None:
