@@ -113,7 +113,8 @@ def random_tensor(kind: str, method: str, shape: tuple[int, int, int], generator
         arrays["super_scale"] = torch.full((1, heads), 2.0**-8, device=device)
     if method == "sharp":
         arrays["centroids"] = integers(0, 256, CENTROIDS, nibble_size(channels))
-        arrays["centroid_scales"] = normal(channels).abs() / 8
+        # A scale has so few significant bits that its products with integers are BF16 numbers.
+        arrays["centroid_scales"] = ((normal(channels).abs() / 8).view(torch.int16) & -8).view(torch.bfloat16)
         if kind == "keys":
             arrays["basis"] = normal(channels, SHARP_RANK) / channels**0.5
             arrays["coefficient_scales"] = normal(SHARP_RANK).abs() / 4
