@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantwm_core.errors import DtypeError, ShapeError
 from quantwm_kernels.bridge import check_detached
-from quantwm_kernels.launch import check_served
+from quantwm_kernels.launch import ceil_div, check_served
 from quantwm_kernels.sealing import ACCEPTED
 
 
@@ -53,3 +53,12 @@ def copied_chunk(keys: Tensor, values: Tensor, known: Geometry | None) -> tuple[
         raise ShapeError(f"a chunk of {geometry} after chunks of {known}; clear() before changing it")
     copies = [torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device) for tensor in (keys, values)]
     return copies[0].copy_(keys), copies[1].copy_(values), geometry
+
+
+def shared_by(heads: int, own: int) -> int:
+    """Ranks that share a layer's ``heads``, of which each holds ``own``.
+
+    >>> shared_by(40, 10), shared_by(40, 40)
+    (4, 1)
+    """
+    return ceil_div(heads, own)
