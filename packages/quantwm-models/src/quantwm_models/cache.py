@@ -18,7 +18,7 @@ from quantwm_core.method import scheme as make_scheme
 from quantwm_core.stream import Span, Stream, is_whole
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import SealedChunk, storage_nbytes, stored_nbytes
-from quantwm_kernels.launch import check_served, packed_attention_pays
+from quantwm_kernels.launch import check_served, one_of, packed_attention_pays
 from quantwm_kernels.packed_attention import attend_packed
 from quantwm_kernels.reading import ReadPlan
 from quantwm_kernels.sealing import ACCEPTED
@@ -62,6 +62,8 @@ class LayerCache:
             the queries, which may then have other channels, the one that a unit's keys see, given its absolute tokens. None
             where both are the same.
         expected: What the chunks of a host will be like, where the cache stands under one that says so beforehand.
+        ranks: Of how many ranks each holds as many of the layer's heads; sums on a GPU then round as if this one held all, and
+            the bytes are those of a single device.
         half_written: Whether a host wrote keys or values whose other half is still to come.
 
     >>> import torch
@@ -116,6 +118,7 @@ class LayerCache:
         self.version = 0
         self.key_frame: KeyFrame | None = None
         self.expected: Geometry | None = None
+        self.ranks = 1
         self.half_written = False
 
     @property
@@ -511,8 +514,8 @@ class LayerCache:
 
     @contextmanager
     def _located(self) -> Iterator[None]:
-        """Name the layer in errors, and say what would fit where memory ran out."""
-        with located(f"layer {self.layer}"), explained(self._advice):
+        """Name the layer in errors, say what would fit where memory ran out, and launch as one of the layer's ranks."""
+        with located(f"layer {self.layer}"), explained(self._advice), one_of(self.ranks):
             yield
 
     def _advice(self) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantwm_core.errors import DtypeError, ShapeError
 from quantwm_kernels.bridge import check_detached
-from quantwm_kernels.launch import check_served
+from quantwm_kernels.launch import ceil_div, check_served
 from quantwm_kernels.sealing import ACCEPTED
 
 
@@ -58,3 +58,12 @@ def exact_chunk(
         return keys.to(torch.bfloat16), values.to(torch.bfloat16), geometry
     copies = [torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device) for tensor in (keys, values)]
     return copies[0].copy_(keys), copies[1].copy_(values), geometry
+
+
+def shared_by(heads: int, own: int) -> int:
+    """Ranks that share a layer's ``heads``, of which each holds ``own``.
+
+    >>> shared_by(40, 10), shared_by(40, 40)
+    (4, 1)
+    """
+    return ceil_div(heads, own)

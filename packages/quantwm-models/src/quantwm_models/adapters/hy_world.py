@@ -22,6 +22,7 @@ from quantwm_models.attention_hook import Attention, Replacement, function_repla
 from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostError
+from quantwm_models.geometry import shared_by
 from quantwm_models.patching import hooked, module_of, named, restored
 from quantwm_models.rebuilt import Sealed, rebuild
 from quantwm_models.rolling_dict import MakeCache
@@ -39,7 +40,8 @@ class HyWorld:
 
     Attributes:
         once: Store keys and values as they are before RoPE and ProPE, and derive both kinds on each read, which halves the
-            cache. A history of which they cannot be derived bit for bit is stored in both kinds.
+            cache. A history of which they cannot be derived bit for bit is stored in both kinds, and so is one of a rank that
+            shares its tokens with others.
 
     >>> HyWorld(once=True).matches(object())
     False
@@ -158,8 +160,11 @@ class _Layer:
         if not calls or None in calls:
             return None
         (_, *raw), settings = calls[0]
+        rotate = self._rotate(calls, raw[0].shape[2])
+        if rotate is None:
+            return None
         project = _projecting(self.seen[0].original, settings)
-        transforms = Transforms(self._rotate(calls), project, settings["viewmats"].shape[1], raw[0].dtype)
+        transforms = Transforms(rotate, project, settings["viewmats"].shape[1], raw[0].dtype)
         stored = stored_once(transforms, (raw[0], raw[1]), (keys, values))
         angles = None if stored is None else transforms.angles(stored[0].to(raw[0].dtype))
         if angles is None:
@@ -168,8 +173,8 @@ class _Layer:
         cache.key_frame = lambda moment, span: transforms.frame(moment, angles[slice(*span)])
         return stored
 
-    def _rotate(self, calls: Sequence[Any]) -> Callable[[Tensor], Tensor]:
-        """How the host rotated the keys: the 8B model's function, called as it was."""
+    def _rotate(self, calls: Sequence[Any], tokens: int) -> Callable[[Tensor], Tensor] | None:
+        """How the host rotated the keys of so many tokens, if that is known: the 8B model's function, called as it was."""
         (_, _, *more), settings = calls[1]
         original = self.seen[1].original
 
@@ -202,6 +207,7 @@ class _WanLayer(_Layer):
         self.building = False
         self.watched = False
         self.asked: Tensor | None = None
+        self.heads: int | None = None
 
     def enter(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the block tensors; one that makes a cache has no use for the one before."""
@@ -210,7 +216,7 @@ class _WanLayer(_Layer):
                 f"{type(block).__qualname__}: need the cache and whether to make one as fifth and sixth argument"
             )
         entry, self.building, self.rotation = args[4], args[5], args[3]
-        self.watched, self.asked = False, None
+        self.watched, self.asked, self.heads = False, None, getattr(block.attn1, "heads", None)
         for each in self.seen:
             each.watching.append(None)
         self.function.watching.append(self.watch)
@@ -245,13 +251,16 @@ class _WanLayer(_Layer):
         if self.watched:
             return
         self.watched = True
+        self.only.ranks = shared_by(self.heads or queries.shape[1], queries.shape[1])
         if self.building:
             self.asked = queries  # they count once the cache that they helped to make is sealed
         else:
             _ask(self.only, *queries.chunk(2))
 
-    def _rotate(self, calls: Sequence[Any]) -> Callable[[Tensor], Tensor]:
+    def _rotate(self, calls: Sequence[Any], tokens: int) -> Callable[[Tensor], Tensor] | None:
         """How the host rotated the keys, which it does in a function within another."""
+        if self.rotation[0].shape[2] != tokens:  # those of this rank, which the keys of all ranks have joined since
+            return None
         cosines, sines = self.rotation[0][..., ::2], self.rotation[1][..., 1::2]
 
         def rotate(keys: Tensor) -> Tensor:

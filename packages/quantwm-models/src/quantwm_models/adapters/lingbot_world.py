@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from quantwm_models.errors import HostError
+from quantwm_models.geometry import shared_by
 from quantwm_models.patching import Setting, called_by, named
 from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
 
@@ -57,6 +58,7 @@ def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
             attention=attention,
             branch=guidance.branch,
             sink=sink,
+            ranks=lambda heads: shared_by(first.num_heads, heads) if hasattr(first, "num_heads") else 1,
             settings=() if guidance.generate is None else (Setting(pipeline, _GUIDED, guidance),),
         ),
         make_cache,
