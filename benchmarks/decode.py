@@ -251,14 +251,26 @@ def peer_seconds(shape: tuple[int, int, int], copies: int, copier: Copier) -> fl
 
 def launches(method: str, usual: Launch, channels: int) -> Iterator[Launch]:
     """Launch parameters worth a try: 16 to 64 elements a thread."""
-    products = method in PRODUCTS
-    for tokens, warps in itertools.product((32, 64, 128) if products else (16, 32, 64), (1, 2, 4, 8)):
+    if method in PRODUCTS:
+        yield from product_launches(usual)
+        return
+    for tokens, warps in itertools.product((16, 32, 64), (1, 2, 4, 8)):
         if 16 <= tokens * channels / (32 * warps) <= 64:
             for programs, most, registers in itertools.product((4, 16, 32), (8, 32), (0, 96)):
                 yield replace(
                     usual, warps=warps, blocks={"BLOCK_TOKENS": tokens}, programs=programs, most_tiles=most,
                     registers=registers,
                 )  # fmt: skip
+
+
+def product_launches(usual: Launch) -> Iterator[Launch]:
+    """Of a product with a matrix: few sizes, because each takes seconds to compile, and several lengths of a program."""
+    for (tokens, warps, registers), (programs, most) in itertools.product(
+        ((64, 8, 0), (64, 4, 0), (64, 4, 168), (128, 8, 0)), ((2, 32), (4, 8), (4, 16), (4, 32), (8, 16))
+    ):
+        yield replace(
+            usual, warps=warps, blocks={"BLOCK_TOKENS": tokens}, programs=programs, most_tiles=most, registers=registers
+        )
 
 
 def described(launch: Launch) -> dict[str, int]:

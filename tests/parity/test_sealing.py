@@ -389,6 +389,14 @@ def test_a_basis_that_needs_more_bytes_for_the_same_error_is_renewed(device: tor
     assert after.arrays["codes"].nbytes == fresh.arrays["codes"].nbytes < first[0].arrays["codes"].nbytes / 2
 
 
+def test_a_level_gives_the_same_bits(device: torch.device) -> None:
+    unit, moment = strategies.unit(("normal", "clusters"), 1, 65, 64), strategies.moment(3, 2, 64)
+    method = core_methods.get("klt", level=0.01)
+    (sealed,) = begin(device, [(method, "keys", unit)], moment).wait()
+    check(sealed, unit, method, "keys", moment)
+    assert sealed.arrays["blocks"].tolist() == method.seal("keys", unit, moment).arrays["blocks"].tolist()
+
+
 def test_a_moment_of_few_queries_is_damped_as_little_as_one_likes(device: torch.device) -> None:
     unit, moment = strategies.unit(("normal",), 1, 65, 64), strategies.moment(3, 1, 64, rank=2)
     assert np.linalg.eigvalsh(moment.mean).min() < 0

@@ -11,6 +11,7 @@ from jaxtyping import BFloat16, Float
 from quantwm_core import domain, methods, statistics
 from quantwm_core.chunk import Kind, Parameter, SealedChunk, SealedTensor
 from quantwm_core.errors import FormatError, ParameterError, ShapeError, lookup
+from quantwm_core.rotary import Turning
 from quantwm_core.statistics import QueryMoment
 
 PRESETS: dict[str, dict[str, Parameter]] = {
@@ -80,17 +81,23 @@ class Scheme:
         keys, values: Methods.
         chunks_per_seal: Chunks that form a sealed unit.
         decay: Forgetting of query statistics at each seal; None counts all queries equally.
+        frames_ahead: Frames to come that query statistics are turned to, see :mod:`quantwm_core.rotary`; 0 takes queries as they
+            were asked. Needs to know how the host's positions turn queries.
     """
 
     keys: Method
     values: Method
     chunks_per_seal: int = 1
     decay: float | None = None
+    frames_ahead: int = 0
 
     def __post_init__(self) -> None:
         per_seal: object = self.chunks_per_seal  # what came may be no number at all
         if not isinstance(per_seal, int) or isinstance(per_seal, bool) or per_seal < 1:
             raise ParameterError(f"chunks_per_seal {per_seal!r}: need a whole number of at least 1")
+        ahead: object = self.frames_ahead
+        if not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0:
+            raise ParameterError(f"frames_ahead {ahead!r}: need a whole number of at least 0")
         statistics.check_decay(self.decay)
 
     @property
@@ -102,6 +109,14 @@ class Scheme:
     def uses_queries(self) -> bool:
         """Whether either method makes anything of query statistics."""
         return self.keys.uses_queries("keys") or self.values.uses_queries("values")
+
+    def check_turning(self, turning: Turning | None) -> None:
+        """Raise :class:`ParameterError` where statistics are to be turned to coming frames, and nobody knows how."""
+        if self.frames_ahead and self.uses_queries and turning is None:
+            raise ParameterError(
+                f"frames_ahead {self.frames_ahead}: nothing is known here of how positions turn queries; give a turning, or "
+                "leave frames_ahead at 0"
+            )
 
     @property
     def name(self) -> str:
@@ -194,6 +209,7 @@ def scheme(
     preset: str | None = None,
     chunks_per_seal: int | None = None,
     decay: float | None = None,
+    frames_ahead: int = 0,
     **parameters: Parameter,
 ) -> Scheme:
     """Choose how a cache is stored.
@@ -203,7 +219,7 @@ def scheme(
         keys, values: Another method for one tensor; ``scheme("quantwm", values="bf16")`` is the paper's K2V16.
         preset: Named settings, see :data:`PRESETS`; what is given explicitly wins.
         chunks_per_seal: Chunks per sealed unit; 1 unless the preset says otherwise.
-        decay: See :class:`Scheme`.
+        decay, frames_ahead: See :class:`Scheme`.
         parameters: Settings of the methods, such as ``rank=16``; each goes to the methods that know it.
 
     Raises:
@@ -229,4 +245,4 @@ def scheme(
         methods.get(name, **{key: value for key, value in settings.items() if key in own})
         for name, own in zip(names, known, strict=True)
     ]
-    return Scheme(pair[0], pair[1], per_seal, decay)
+    return Scheme(pair[0], pair[1], per_seal, decay, frames_ahead)
