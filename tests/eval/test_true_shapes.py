@@ -1,5 +1,6 @@
 """The five models' stacks: the bytes of their true shapes, their hosts' protocols, and what is measured of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 from torch import Tensor
 
 from quantwm_eval.experiment import MethodChoice
-from quantwm_eval.true_shapes import shape
+from quantwm_eval.true_shapes import measure, shape
 from quantwm_eval.true_shapes.measure import Plan, run
 from quantwm_eval.true_shapes.shape import Shape
 from quantwm_eval.true_shapes.stack import Stack
 from quantwm_models import attach
+from tests.eval.live_bytes import LiveMemory
 
 GIB = 2**30
 QUICK = "quantwm:iterations=1"
@@ -64,17 +66,28 @@ def test_a_cache_without_compression_gives_the_hosts_bits(name: str, offload: bo
     assert all(torch.equal(one, other) for one, other in zip(again, expected, strict=True))
 
 
+@pytest.mark.parametrize("name", shape.names())
+def test_the_peak_is_the_byte_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = shape.tiny
+    monkeypatch.setattr(measure, "tiny", lambda each: replace(small(each), layers=5))
+    monkeypatch.setattr(measure, "DeviceMemory", LiveMemory)
+    plan = Plan(name, tiny=True, steps=1)
+    _, ours, _ = run(plan, [MethodChoice.parse(QUICK)], lambda _: None)
+    # A history that is dense in more than one layer would add a twentieth for each, and more.
+    assert ours["peak_nbytes"] == pytest.approx(ours["model_nbytes"], rel=0.05)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("name", "offload"), [*((name, False) for name in shape.names()), ("longcat_video", True)])
-def test_the_peak_is_within_the_byte_model(name: str, offload: bool) -> None:
+def test_the_peak_on_a_gpu_is_within_the_byte_model(name: str, offload: bool) -> None:
     plan = Plan(name, layers=3, steps=1, device="cuda", offload=offload)
     methods = [MethodChoice.parse(each) for each in ("quantwm", "qvg:iterations=2")]
     host, *ours, _ = run(plan, methods, lambda _: None)
     for line in ours:
-        assert line["peak_nbytes"] <= 1.03 * line["model_nbytes"], line
+        # With so few layers, what sealing takes for a unit of one of them counts.
+        assert line["peak_nbytes"] <= 1.03 * (line["model_nbytes"] + line["unit_nbytes"]), line
     if plan.shape.host != "rolling" and not offload:
-        # The untouched host holds the history of before beside the new one, in all layers; a compressed one is never dense.
         dense = 2 * host["own_nbytes"]
         assert host["peak_nbytes"] >= host["before_nbytes"] + dense
         assert ours[0]["peak_nbytes"] <= host["peak_nbytes"] - dense / 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from quantwm_eval.experiment import MethodChoice
 from quantwm_eval.true_shapes.hy_world import WanPipeline
 from quantwm_eval.true_shapes.layers import Weights
 from quantwm_eval.true_shapes.longcat_video import LongCatVideoPipeline
+from quantwm_eval.true_shapes.memory import DeviceMemory
 from quantwm_eval.true_shapes.rolling import CausalInferencePipeline, CausalInferenceStreamingPipeline, WanI2VCausal
 from quantwm_eval.true_shapes.shape import Shape, tiny
 from quantwm_eval.true_shapes.stack import Stack
@@ -179,26 +180,22 @@ def chunk_seconds(passes: dict[str, list[float]], steps: int) -> float:
 
 def _measured(plan: Plan, stack: Stack, name: str, scheme: Any) -> Measured:
     """Make a video with one kind of cache."""
-    measured, gpu = Measured(name), torch.device(plan.device).type == "cuda"
-    device = stack.weights.device
+    measured, device = Measured(name), stack.weights.device
     stack.forget()
     gc.collect()  # caches of the method before, of which some are in cycles
-    with (
-        torch.no_grad(),
-        torch.cuda.device(device) if gpu else nullcontext(),
-        _attached(plan, stack, scheme) as attachment,
-    ):
-        if gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            measured.before_nbytes = torch.cuda.memory_allocated()
+    with ExitStack() as inside:
+        inside.enter_context(torch.no_grad())
+        if device.type == "cuda":
+            inside.enter_context(torch.cuda.device(device))
+        attachment = inside.enter_context(_attached(plan, stack, scheme))
+        memory = inside.enter_context(DeviceMemory(device))
+        measured.before_nbytes = memory.before
         told = (0.0, 0.0)
         for number in range(stack.chunks):
-            measured.chunks.append(_timed(stack, number, plan.steps_run, gpu=gpu))
+            measured.chunks.append(_timed(stack, number, plan.steps_run, gpu=device.type == "cuda"))
             if attachment is not None:
                 told = _note(measured, attachment, told, anew=stack.shape.host != "rolling")
-        measured.own_nbytes = stack.own_nbytes()
-        measured.peak_nbytes = torch.cuda.max_memory_allocated() if gpu else 0
+        measured.own_nbytes, measured.peak_nbytes = stack.own_nbytes(), memory.most
         stack.forget()
     return measured
 
@@ -256,14 +253,17 @@ def _note(
 
 
 def modelled(measured: Measured, beside: int) -> int:
-    """Peak by the byte model: what was there, a pass, what the cache holds, and the unit that a layer seals.
+    """Peak by the byte model: what was there, a pass of one layer, what the cache holds, and what its reads share.
 
     Args:
         measured: Under a compressed cache.
         beside: Bytes of a pass beside weights and cache.
+
+    >>> modelled(Measured("quantwm", held_nbytes=3, workspace_nbytes=2, before_nbytes=40), 5)
+    50
     """
     cache = measured.held_nbytes + measured.workspace_nbytes + measured.staging_nbytes
-    return measured.before_nbytes + beside + cache + measured.unit_nbytes
+    return measured.before_nbytes + beside + cache
 
 
 def _line(plan: Plan, stack: Stack, measured: Measured, beside: int) -> dict[str, Any]:
