@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quantwm_core.errors import QuantWMError
+import torch
+
+from quantwm_core.errors import ParameterError, QuantWMError
 from quantwm_eval import output, provenance
 from quantwm_eval.commands.answer import BAD_OPTIONS, Answer, Tell
 from quantwm_eval.commands.arguments import check_device, method_list, positive
 from quantwm_eval.experiment import MethodChoice
-from quantwm_eval.true_shapes import shape, table
+from quantwm_eval.text_table import grid
+from quantwm_eval.true_shapes import budget_table, shape, table
 from quantwm_eval.true_shapes.measure import Plan
 from quantwm_eval.true_shapes.measure import run as measure
 
@@ -30,6 +33,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     kinds = one.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     _add_true_shapes(kinds)
+    _add_budget(kinds)
 
 
 def _add_true_shapes(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,6 +64,10 @@ def _add_true_shapes(kinds: argparse._SubParsersAction[argparse.ArgumentParser])
     one.add_argument(
         "--offload", action="store_true", help="keep the cache in host memory, as LongCat-Video can itself"
     )
+    one.add_argument("--alone", action="store_true", help="leave the untouched host out")
+    one.add_argument(
+        "--memory", type=positive, metavar="GIB", help="allocate no more of a GPU, as if its card had no more"
+    )
     one.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
     one.add_argument("--tiny", action="store_true", help="a stack in small, to try the command without a GPU")
     one.add_argument(
@@ -67,6 +75,28 @@ def _add_true_shapes(kinds: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     one.add_argument("--overwrite", action="store_true", help="replace FILE.jsonl if it exists")
     one.set_defaults(run=run)
+
+
+def _add_budget(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    told = """\
+        Computes, without running anything, what a whole process needs: weights, cache, a pass or the decoder of the VAE,
+        and CUDA itself; which cards that fits into; and the longest video whose whole history fits, where the model
+        attends to all of it."""
+    one = kinds.add_parser(
+        "budget", description=textwrap.fill(textwrap.dedent(told), 100), help="what fits into a card"
+    )
+    one.add_argument("model", nargs="*", metavar="MODEL", help=f"{', '.join(shape.names())} (default: all)")
+    one.set_defaults(run=run_budget)
+
+
+def run_budget(options: argparse.Namespace, _given: Sequence[str], _tell: Tell) -> Answer:
+    """Do it."""
+    names = tuple(options.model) or shape.names()
+    try:
+        tables = [budget_table.fitting(names), budget_table.lengths(names)]
+    except QuantWMError as error:
+        return Answer("", f"quantwm bench: {error}", BAD_OPTIONS)
+    return Answer("\n\n".join(grid(table, left=2) for table in tables))
 
 
 def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer:
@@ -80,11 +110,13 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         options.window,
         options.device,
         options.offload,
+        options.alone,
         options.tiny,
     )
     try:
         check_device(options.device)
         plan.check()
+        _limit(options.memory, options.device)
         if options.out is not None:
             output.check_file(options.out, (), options.overwrite)
     except QuantWMError as error:
@@ -96,3 +128,17 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         if options.out is not None:  # as a whole each time, so that an interrupted run leaves whole lines
             options.out.write_text("".join(f"{json.dumps(each)}\n" for each in lines), encoding="utf-8")
     return Answer(table.render(lines))
+
+
+def _limit(memory: int | None, device: str) -> None:
+    """Let PyTorch allocate so many GiB at most.
+
+    Raises:
+        ParameterError: The device is a CPU, or has less.
+    """
+    if memory is None:
+        return
+    there = torch.cuda.get_device_properties(device).total_memory if device.startswith("cuda") else 0
+    if there < memory * table.GIB:
+        raise ParameterError(f"--memory {memory}: {device} has {there / table.GIB:.0f} GiB that can be limited")
+    torch.cuda.set_per_process_memory_fraction(memory * table.GIB / there, device)

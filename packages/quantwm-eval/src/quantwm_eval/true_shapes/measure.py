@@ -44,6 +44,7 @@ class Plan:
         layers, steps, window: Instead of the model's own; fewer layers and steps are extrapolated from.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
         offload: Keep the cache in host memory: LongCat-Video in its own way, under ours packed; the other hosts cannot.
+        alone: Leave the untouched host out, where it would not fit or takes too long.
         tiny: A stack in small, to try the command.
     """
 
@@ -55,6 +56,7 @@ class Plan:
     window: int | None = None
     device: str = "cpu"
     offload: bool = False
+    alone: bool = False
     tiny: bool = False
 
     @property
@@ -161,8 +163,12 @@ def run(plan: Plan, methods: Sequence[MethodChoice], tell: Callable[[str], None]
     del single
     stack = plan.build()
     tell(f"{plan.shape.title}: {stack.weight_nbytes / 2**30:.2f} GiB of random weights, {stack.chunks} chunks")
-    _measured(replace(plan, steps=1), stack, HOST, None)
-    for name, scheme in (schemes | {AGAIN: None}).items():
+    if plan.alone:
+        del schemes[HOST]
+    else:
+        _measured(replace(plan, steps=1), stack, HOST, None)
+        schemes[AGAIN] = None
+    for name, scheme in schemes.items():
         measured = _measured(plan, stack, name, scheme)
         yield _line(plan, stack, measured, beside)
         tell(f"{name}: {sum(chunk_seconds(each, plan.shape.steps) for each in measured.chunks):.2f} s")

@@ -38,6 +38,10 @@ class Shape:
         clean: Whether a pass without noise follows the steps.
         per_seal: Chunks that are sealed together, where a cache is written chunk by chunk.
         gated: Whether the feed-forward part has a gate, a third matrix.
+        pass_nbytes: What a pass takes beside weights and cache at the first resolution; linear in a frame's tokens.
+        vae_nbytes, encoder_nbytes: BF16 weights of the VAE, and of what reads the prompt or the first picture.
+        token_pixels: Pixels of a frame of video that a token stands for.
+        decoder_channels: Channels of the VAE decoder where they are most for each pixel of a frame of video.
     """
 
     title: str
@@ -57,6 +61,11 @@ class Shape:
     clean: bool = True
     per_seal: int = 2
     gated: bool = False
+    pass_nbytes: int = 0
+    vae_nbytes: int = 0
+    encoder_nbytes: int = 0
+    token_pixels: int = 256
+    decoder_channels: int = 0
 
     @classmethod
     def load(cls, name: str) -> Self:

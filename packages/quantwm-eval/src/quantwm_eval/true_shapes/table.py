@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantwm_core.errors import FormatError
+from quantwm_eval.markdown import listed
 from quantwm_eval.text_table import grid
 from quantwm_eval.true_shapes.measure import AGAIN, HOST, chunk_seconds
 from quantwm_eval.true_shapes.shape import Shape
@@ -68,9 +69,8 @@ def render(lines: Sequence[Line]) -> str:
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """The same for a page: rows of the head, then each method's."""
-    rows = [HEAD, ("---", *["---:"] * (len(HEAD) - 1)), *_rows(lines)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    """The table of one stack for a page."""
+    return listed(HEAD, _rows(lines))
 
 
 def title(line: Line) -> str:
