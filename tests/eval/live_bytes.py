@@ -17,7 +17,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates none
         self.now = self.most = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 

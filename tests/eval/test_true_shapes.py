@@ -1,15 +1,20 @@
 """The five models' stacks: the bytes of their true shapes, their hosts' protocols, and what is measured of them."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from quantwm_core.chunk import KINDS
+from quantwm_core.errors import FormatError
+from quantwm_core.method import scheme
+from quantwm_core.stream import Stream
 from quantwm_eval.experiment import MethodChoice
-from quantwm_eval.true_shapes import measure, shape
-from quantwm_eval.true_shapes.measure import Plan, run
+from quantwm_eval.true_shapes import budget, measure, shape, table
+from quantwm_eval.true_shapes.measure import AGAIN, HOST, Plan, run
 from quantwm_eval.true_shapes.shape import Shape
 from quantwm_eval.true_shapes.stack import Stack
 from quantwm_models import attach
@@ -75,6 +80,116 @@ def test_the_peak_is_the_byte_models(name: str, monkeypatch: pytest.MonkeyPatch)
     _, ours, _ = run(plan, [MethodChoice.parse(QUICK)], lambda _: None)
     # A history that is dense in more than one layer would add a twentieth for each, and more.
     assert ours["peak_nbytes"] == pytest.approx(ours["model_nbytes"], rel=0.05)
+
+
+@pytest.mark.parametrize("per_seal", [1, 2])
+@pytest.mark.parametrize("name", shape.names())
+def test_the_budget_is_what_a_cache_holds(name: str, per_seal: int) -> None:
+    plan = Plan(name, tiny=True, steps=1, alone=True)
+    method = MethodChoice.parse(f"{QUICK}:chunks_per_seal={per_seal}")
+    (line,) = run(plan, [method], lambda _: None)
+    budgeted = budget.cache_nbytes(plan.shape, 16, 24, method.scheme(per_seal))
+    assert budgeted.total - budgeted.workspace == line["held_nbytes"]
+    # A workspace that has grown has room for more.
+    assert budgeted.workspace <= line["workspace_nbytes"] <= 1.25 * budgeted.workspace
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "unit", "gib"),
+    [
+        ("causal_forcing", 24, 6, 1.17),
+        ("lingbot_world", 18, 4, 4.20),
+        ("hy_world", 16, 16, 1.58),
+        ("longcat_video", 19, 19, 3.54),
+    ],
+)
+def test_sealed_units_take_what_is_stated_of_them(name: str, frames: int, unit: int, gib: float) -> None:
+    model, chosen = Shape.load(name), scheme("quantwm", preset="paper")
+    sizes = (1, model.heads, unit * model.frame_tokens(), model.kinds * model.channels)
+    each = sum(
+        method.nbytes(kind, sizes, False) for kind, method in zip(KINDS, (chosen.keys, chosen.values), strict=True)
+    )
+    assert model.layers * each * frames / unit / GIB == pytest.approx(gib, abs=0.005)
+
+
+def test_a_window_of_two_chunks_is_half_bf16() -> None:
+    held = budget.cache_nbytes(Shape.load("matrix_game"), 880, 24, scheme("quantwm"))
+    assert (held.stored + held.exact) / 2**20 == pytest.approx(559, abs=1)
+
+
+def test_a_longer_history_fits_and_one_more_chunk_does_not() -> None:
+    for name in shape.names():
+        model, packed = Shape.load(name), scheme("quantwm", chunks_per_seal=2)
+        resolution, more = model.resolutions[0], 1 if model.host == "segments" else model.chunk
+        for method in (None, packed):
+            most = budget.longest(model, resolution, 80 * GIB, method)
+            whole = budget.unbounded(model)
+            assert budget.process(whole, resolution, most, method).total <= 80 * GIB
+            assert budget.process(whole, resolution, most + more, method).total > 80 * GIB
+    assert budget.longest(Shape.load("lingbot_world"), "480p", 24 * GIB) == 0
+
+
+def test_bytes_of_many_chunks_are_those_of_one_after_the_other() -> None:
+    model, method = (
+        replace(shape.tiny(Shape.load("causal_forcing")), tokens={"480p": 48}),
+        scheme("quantwm", chunks_per_seal=2),
+    )
+    stream, held = Stream(chunks_per_seal=2), []
+    for _ in range(13):
+        stream = stream.append(144).sealed()
+        held.append(stream)
+    last = list(budget._streams(model, 48, 39, method))
+    assert last == held[-len(last) :]
+
+
+def test_the_command_prints_a_table_and_writes_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from quantwm_eval.cli import main
+
+    out = tmp_path / "lines.jsonl"
+    command = ["bench", "true-shapes", "longcat_video", "--tiny", "--steps", "2", "--methods", f"kivi,{QUICK}"]
+    assert main([*command, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "LongCat-Video, 480p, 93 frames, extrapolated from 2 of 4 steps, in small: no figure of the model" in printed
+    lines = table.load(out)
+    assert [line["method"] for line in lines] == [HOST, "kivi", QUICK, AGAIN]
+    assert table.render(lines) == printed.rstrip("\n")
+    ours = lines[2]
+    assert len(ours["chunks"]) == len(ours["seal_seconds"]) == 2
+    assert [len(chunk["step"]) for chunk in ours["chunks"]] == [2, 2]
+    assert min(table.shares(ours)) > 0
+    assert sum(table.shares(ours)) < 1
+    assert main([*command, "--out", str(out)]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main(["bench", "budget", "hy_world"]) == 0
+    assert "HY-World 1.5, 5B, 704p" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (["hy_world", "--resolution", "480p"], "unknown resolution of HY-World 1.5, 5B '480p'; known: 704p"),
+        (["lingbot_world", "--window", "9"], "--window 9: LingBot-World-v2 needs at least 10, its sink and a chunk"),
+        (["causal_forcing", "--window", "9"], "--window 9: Causal-Forcing has no window"),
+        (["longcat_video", "--frames", "17"], "--frames 17: LongCat-Video needs 6 latent frames, 21 of video"),
+        (["matrix_game", "--memory", "4"], "--memory 4: cpu has 0 GiB that can be limited"),
+        (["matrix_game", "--device", "tpu"], "--device tpu: need cpu, cuda or cuda:N"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_it_is_begun(
+    told: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quantwm_eval.cli import main
+
+    assert main(["bench", "true-shapes", *told]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_lines_of_something_else_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    for text in ("no JSON", '{"benchmark": "decode"}', "[1]"):
+        path.write_text(f"{text}\n", encoding="utf-8")
+        with pytest.raises(FormatError, match="line 1"):
+            table.load(path)
 
 
 @pytest.mark.gpu
