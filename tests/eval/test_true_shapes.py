@@ -22,6 +22,7 @@ from tests.eval.live_bytes import LiveMemory
 
 GIB = 2**30
 QUICK = "quantwm:iterations=1"
+BF16 = MethodChoice("bf16")
 
 
 def video(stack: Stack, method: str | None, **told: Any) -> tuple[list[Tensor], Any]:
@@ -69,6 +70,14 @@ def test_a_cache_without_compression_gives_the_hosts_bits(name: str, offload: bo
     assert (report.host_nbytes == report.sealed_nbytes) == offload
     again, _ = video(stack, None)
     assert all(torch.equal(one, other) for one, other in zip(again, expected, strict=True))
+
+
+def test_two_encodings_of_one_are_half_the_bytes() -> None:
+    both, once = (
+        list(run(Plan("hy_world", tiny=True, steps=1, once=each), [BF16], lambda _: None)) for each in (False, True)
+    )
+    assert 2 * once[1]["sealed_nbytes"] == both[1]["sealed_nbytes"] == both[0]["own_nbytes"]
+    assert "stored once" in table.title(once[1])
 
 
 @pytest.mark.parametrize("name", shape.names())
@@ -171,6 +180,7 @@ def test_the_command_prints_a_table_and_writes_lines(tmp_path: Path, capsys: pyt
         (["lingbot_world", "--window", "9"], "--window 9: LingBot-World-v2 needs at least 10, its sink and a chunk"),
         (["causal_forcing", "--window", "9"], "--window 9: Causal-Forcing has no window"),
         (["longcat_video", "--frames", "17"], "--frames 17: LongCat-Video needs 6 latent frames, 21 of video"),
+        (["longcat_video", "--once"], "--once: LongCat-Video has one encoding, which is stored once"),
         (["matrix_game", "--memory", "4"], "--memory 4: cpu has 0 GiB that can be limited"),
         (["matrix_game", "--device", "tpu"], "--device tpu: need cpu, cuda or cuda:N"),
     ],

@@ -64,6 +64,7 @@ def _add_true_shapes(kinds: argparse._SubParsersAction[argparse.ArgumentParser])
     one.add_argument(
         "--offload", action="store_true", help="keep the cache in host memory, as LongCat-Video can itself"
     )
+    one.add_argument("--once", action="store_true", help="store HY-World's keys and values before its two encodings")
     one.add_argument("--alone", action="store_true", help="leave the untouched host out")
     one.add_argument(
         "--memory", type=positive, metavar="GIB", help="allocate no more of a GPU, as if its card had no more"
@@ -110,6 +111,7 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         options.window,
         options.device,
         options.offload,
+        options.once,
         options.alone,
         options.tiny,
     )
@@ -138,7 +140,8 @@ def _limit(memory: int | None, device: str) -> None:
     """
     if memory is None:
         return
-    there = torch.cuda.get_device_properties(device).total_memory if device.startswith("cuda") else 0
+    number = torch.device(device).index or 0
+    there = torch.cuda.get_device_properties(number).total_memory if device.startswith("cuda") else 0
     if there < memory * table.GIB:
         raise ParameterError(f"--memory {memory}: {device} has {there / table.GIB:.0f} GiB that can be limited")
-    torch.cuda.set_per_process_memory_fraction(memory * table.GIB / there, device)
+    torch.cuda.set_per_process_memory_fraction(memory * table.GIB / there, number)

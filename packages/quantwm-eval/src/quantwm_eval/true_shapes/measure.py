@@ -21,6 +21,7 @@ from quantwm_eval.true_shapes.rolling import CausalInferencePipeline, CausalInfe
 from quantwm_eval.true_shapes.shape import Shape, tiny
 from quantwm_eval.true_shapes.stack import Stack
 from quantwm_models import Attachment, attach
+from quantwm_models.adapters.hy_world import HyWorld
 
 STACKS: dict[str, Callable[..., Stack]] = {
     "causal_forcing": CausalInferencePipeline,
@@ -44,6 +45,7 @@ class Plan:
         layers, steps, window: Instead of the model's own; fewer layers and steps are extrapolated from.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
         offload: Keep the cache in host memory: LongCat-Video in its own way, under ours packed; the other hosts cannot.
+        once: Store keys and values of HY-World before its two encodings, of which both are derived on a read.
         alone: Leave the untouched host out, where it would not fit or takes too long.
         tiny: A stack in small, to try the command.
     """
@@ -56,6 +58,7 @@ class Plan:
     window: int | None = None
     device: str = "cpu"
     offload: bool = False
+    once: bool = False
     alone: bool = False
     tiny: bool = False
 
@@ -91,8 +94,10 @@ class Plan:
 
         Raises:
             UnknownNameError: The model, or the resolution for its host.
-            ParameterError: The video is too short, or the window does not fit.
+            ParameterError: The video is too short, the window does not fit, or there is one encoding.
         """
+        if self.once and self.shape.kinds == 1:
+            raise ParameterError(f"--once: {self.shape.title} has one encoding, which is stored once")
         self.shape.latents(self.frames)
         self.shape.frame_tokens(self.resolution)
 
@@ -210,7 +215,8 @@ def _attached(plan: Plan, stack: Stack, scheme: Any) -> AbstractContextManager[A
     if scheme is None:
         return nullcontext()
     # LongCat-Video moves its history away by itself, which a cache under it notices.
-    return attach(stack, scheme, offload=plan.offload and stack.shape.host != "segments")
+    adapter = HyWorld(once=True) if plan.once else None
+    return attach(stack, scheme, adapter=adapter, offload=plan.offload and stack.shape.host != "segments")
 
 
 def _timed(stack: Stack, number: int, steps: int, *, gpu: bool) -> dict[str, list[float]]:
@@ -282,6 +288,7 @@ def _line(plan: Plan, stack: Stack, measured: Measured, beside: int) -> dict[str
         "frames": plan.frames,
         "window": shape.window,
         "offload": plan.offload,
+        "once": plan.once,
         "tiny": plan.tiny,
         "layers": shape.layers,
         "layers_run": stack.layers,

@@ -39,7 +39,7 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 def key(line: Line) -> tuple[Any, ...]:
     """What lines have in common that were measured together."""
-    names = ("model", "resolution", "frames", "window", "offload", "layers_run", "steps_run", "tiny")
+    names = ("model", "resolution", "frames", "window", "offload", "once", "layers_run", "steps_run", "tiny")
     return tuple(line[name] for name in names)
 
 
@@ -76,15 +76,14 @@ def markdown(lines: Sequence[Line]) -> str:
 def title(line: Line) -> str:
     """What was run.
 
-    >>> told = {"model": "hy_world", "resolution": "704p", "frames": 93, "window": 16, "offload": False, "tiny": False}
-    >>> title(told | {"layers": 30, "layers_run": 2, "steps": 4, "steps_run": 4})
+    >>> told = {"model": "hy_world", "resolution": "704p", "frames": 93, "window": 16, "offload": False, "once": False}
+    >>> title(told | {"tiny": False, "layers": 30, "layers_run": 2, "steps": 4, "steps_run": 4})
     'HY-World 1.5, 5B, 704p, 93 frames, window 16 latent frames, extrapolated from 2 of 30 layers'
     """
     parts = [Shape.load(line["model"]).title, line["resolution"], f"{line['frames']} frames"]
     if line["window"] is not None:
         parts.append(f"window {line['window']} latent frames")
-    if line["offload"]:
-        parts.append("offloaded")
+    parts += [said for name, said in (("offload", "offloaded"), ("once", "stored once")) if line[name]]
     of = [
         (f"{line[f'{what}_run']} of {line[what]} {what}")
         for what in ("layers", "steps")
