@@ -44,6 +44,7 @@ class CheckoutHost(ABC):
     frames: int
     frame_rate: int
     makes_batches = False  # what a host draws for one video would depend on the others
+    chunks_per_seal = 2
     most_chunks: int = 1024
     """Chunks that the host's own cache or positions hold."""
 
@@ -132,17 +133,15 @@ class CheckoutHost(ABC):
 
 @contextmanager
 def seeded(number: int) -> Iterator[None]:
-    """Seed the global generators that hosts draw from, and put them back afterwards."""
-    python, numbers = random.getstate(), np.random.get_state()
+    """Seed the global generators that hosts draw from, PyTorch's and Python's, and put them back afterwards."""
+    python = random.getstate()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(number)
         random.seed(number)
-        np.random.seed(number % 2**32)
         try:
             yield
         finally:
             random.setstate(python)
-            np.random.set_state(numbers)
 
 
 @contextmanager

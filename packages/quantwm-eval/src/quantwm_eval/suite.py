@@ -78,7 +78,9 @@ def read(path: Path) -> tuple[Scene, ...]:
     if pictures and folders:
         raise FormatError(f"{path}: holds pictures and folders ({folders[0].name}); keep one of them, a scene each")
     if not (pictures or folders):
-        raise FormatError(f"{path}: holds no scene; need a text file of prompts, a folder of pictures, or one of folders")
+        raise FormatError(
+            f"{path}: holds no scene; need a text file of prompts, a folder of pictures, or one of folders"
+        )
     return tuple(map(_beside, pictures)) or tuple(map(_inside, folders))
 
 

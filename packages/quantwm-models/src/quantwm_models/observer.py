@@ -42,9 +42,7 @@ class Shown(CacheObserver):
         show: The tokens of a span, keys and values ``[B, H, N, D]``, to what attention sees of them.
     """
 
-    def __init__(
-        self, observer: CacheObserver, show: Callable[[Span, Tensor, Tensor], tuple[Tensor, Tensor]]
-    ) -> None:
+    def __init__(self, observer: CacheObserver, show: Callable[[Span, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         self.observer, self.show = observer, show
 
     def sealed(self, cache: LayerCache, chunk: SealedChunk, keys: Tensor, values: Tensor) -> None:

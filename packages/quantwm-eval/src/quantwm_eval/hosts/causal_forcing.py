@@ -84,9 +84,7 @@ def load(setup: Setup) -> CausalForcingHost:
         if not hasattr(config, "denoising_step_list"):
             raise ParameterError(f"--config {chosen}: names no denoising_step_list; only few-step pipelines are loaded")
         pipeline = checkout.module(root, "pipeline").CausalInferencePipeline(config, device=torch.device(setup.device))
-    load_weights(
-        pipeline.generator, weights, lambda name: name.replace("model._fsdp_wrapped_module.", "model.", 1)
-    )
+    load_weights(pipeline.generator, weights, lambda name: name.replace("model._fsdp_wrapped_module.", "model.", 1))
     pipeline = pipeline.to(device=setup.device, dtype=torch.bfloat16).eval().requires_grad_(False)
     return CausalForcingHost(pipeline, scenes, LATENT)
 

@@ -135,11 +135,12 @@ def load(setup: Setup) -> HyWorldHost:
     base, architecture = part(weights, BASE), part(weights, "wan_transformer")
     trained = part(weights, "wan_distilled_model/model.safetensors")
     scenes, device, dtype = suite.read(inputs), torch.device(setup.device), torch.bfloat16
+    with checkout.inside(root, "wan"):
+        poses = checkout.module(root, "hyvideo.generate")  # believes in one process; the rest is told of none
     with checkout.inside(root, "wan"), alone():
         kind = checkout.module(root, "wan.inference.pipeline_wan_w_mem_relative_rope").WanPipeline
         model_kind = checkout.module(root, "wan.models.dits.arwan_w_action_w_mem_relative_rope").WanTransformer3DModel
         vae_kind = checkout.module(root, "wan.inference.helper").MyVAE
-        poses = checkout.module(root, "hyvideo.generate")
         local = {"torch_dtype": dtype, "local_files_only": True}
         vae = vae_kind.from_pretrained(str(base), subfolder="vae", **local).eval().requires_grad_(False)
         pipeline = kind.from_pretrained(str(base), vae=vae, transformer=None, **local)

@@ -93,22 +93,32 @@ def load(setup: Setup) -> LingBotWorldHost:
     root, weights, inputs = (setup.need(name, part) for part in ("checkout", "weights", "inputs"))
     if setup.config is not None:
         raise ParameterError(f"--config {setup.config}: host {name!r} has its settings in its code")
-    device = torch.device(setup.device)
-    if device.type != "cuda":
-        raise ParameterError(f"--device {setup.device}: the code of {name} is written for CUDA")
+    device = gpu(setup.device)
     weights, scenes = weights.resolve(), suite.read(inputs)
     with checkout.inside(root):
         configs = checkout.module(root, "wan.configs")
         pipeline = checkout.module(root, "wan").WanI2VCausal(
             config=configs.WAN_CONFIGS[TASK],
             checkpoint_dir=str(weights),
-            device_id=device.index or 0,
+            device_id=device,
             rank=0,
             local_attn_size=WINDOW,
             sink_size=SINK,
             infer_mode=mode_of(weights, configs.WAN_CONFIGS[TASK]),
         )
     return LingBotWorldHost(pipeline, scenes, configs.MAX_AREA_CONFIGS[AREAS[setup.size or "480p"]])
+
+
+def gpu(device: str) -> int:
+    """The number of a GPU.
+
+    Raises:
+        ParameterError: It is none.
+    """
+    found = torch.device(device)
+    if found.type != "cuda":
+        raise ParameterError(f"--device {device}: the code of {LingBotWorldHost.name} is written for CUDA")
+    return found.index or 0
 
 
 def mode_of(weights: Path, config: Any) -> str:

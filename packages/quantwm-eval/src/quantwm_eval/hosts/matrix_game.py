@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import torch
 from torch import Tensor
 
-from quantwm_core.errors import FormatError, ParameterError
+from quantwm_core.errors import FormatError
 from quantwm_eval import checkout, suite
 from quantwm_eval.checkout_host import CheckoutHost, check_size, levels, load_weights, part, picture, watched
 from quantwm_eval.evidence import Frames
@@ -52,6 +53,7 @@ class MatrixGameHost(CheckoutHost):
 
     name = "matrix_game"
     frames, frame_rate = 93, 12
+    chunks_per_seal = 1  # the stock window holds one past chunk
 
     def __init__(
         self,
@@ -73,16 +75,17 @@ class MatrixGameHost(CheckoutHost):
     def check_scene(self, scene: Scene, frames: int) -> None:
         """Raise where it has no picture, or no actions for so many frames."""
         scene.need(self.name, "image", "a picture")
-        if "actions" in scene.parts:
-            self._read(scene.parts["actions"], frames)
-        elif self._actions is None:
-            raise ParameterError(f"{scene.place}: the host draws no actions for {self._mode}; add them as an .npz")
+        if "actions" in scene.parts or self._actions is None:
+            self._read(scene.need(self.name, "actions", f"an .npz: the host draws none for {self._mode}"), frames)
 
     def video(self, scene: Scene, frames: int, number: int, progress: Callable[[], None]) -> Frames:
         """Generate as the host's own ``inference.py`` does; its noise comes from PyTorch's global generators."""
         dtype = torch.bfloat16
-        first = picture(scene.parts["image"]).crop(_middle(*picture(scene.parts["image"]).size))
-        pixels = torch.from_numpy(np.asarray(first.resize((WIDTH, HEIGHT), 2))).permute(2, 0, 1)
+        given = picture(scene.parts["image"])
+        first = given.crop(_middle(*given.size))
+        pixels = torch.from_numpy(np.array(first.resize((WIDTH, HEIGHT), PIL.Image.Resampling.BILINEAR))).permute(
+            2, 0, 1
+        )
         image = (pixels / 127.5 - 1)[None, :, None].to(self.device, dtype)
         latents = (frames - 1) // FRAMES_PER_LATENT + 1
         padded = torch.cat([image, torch.zeros_like(image).repeat(1, 1, frames - 1, 1, 1)], dim=2)
@@ -104,9 +107,8 @@ class MatrixGameHost(CheckoutHost):
         return levels(torch.cat(list(made), dim=1)[0], -1, 1)
 
     def _conditions(self, scene: Scene, frames: int) -> dict[str, Tensor]:
-        if "actions" in scene.parts:
-            return self._read(scene.parts["actions"], frames)
-        assert self._actions is not None, "checked with the scene"
+        if "actions" in scene.parts or self._actions is None:
+            return self._read(scene.need(self.name, "actions", "an .npz"), frames)
         drawn = self._actions(frames)
         return {f"{name}_cond": drawn[f"{name}_condition"][None] for name in self._inputs()}
 
