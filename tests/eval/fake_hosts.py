@@ -103,7 +103,7 @@ class WanDiffusionWrapper(nn.Module):
 class CausalInferencePipeline(matrix_game_host.CausalInferencePipeline):
     """Matrix-Game's."""
 
-    def __init__(self, args: Any, device: torch.device, generator: Any, vae_decoder: nn.Module) -> None:
+    def __init__(self, args: Any, device: str = "cuda", generator: Any = None, vae_decoder: Any = None) -> None:
         super().__init__(6, spare=0)
         self.args, self.vae_decoder = args, vae_decoder
         self.num_frame_per_block = args.num_frame_per_block
@@ -123,7 +123,9 @@ class CausalInferencePipeline(matrix_game_host.CausalInferencePipeline):
 
     def _model(self, x: Tensor, start: int) -> Tensor:
         caches = zip(self.kv_cache1 or [], self.kv_cache_mouse or [], self.kv_cache_keyboard or [], strict=True)
-        return self.generator(x, list(caches), current_start=start)
+        generator: Any = self.generator
+        made: Tensor = generator(x, list(caches), current_start=start)
+        return made
 
 
 class VAEDecoderWrapper(nn.Module):
@@ -224,10 +226,8 @@ def pose_string_to_json(words: str) -> dict[str, Any]:
 def pose_to_input(cameras: dict[str, Any], latents: int) -> tuple[Tensor, Tensor, Tensor]:
     """View matrices, intrinsics and actions."""
     assert len(cameras) == latents
-    return (
-        *(torch.tensor([each[key] for each in cameras.values()]) for key in ("extrinsic", "K")),
-        torch.zeros(latents),
-    )
+    views, intrinsics = (torch.tensor([each[key] for each in cameras.values()]) for key in ("extrinsic", "K"))
+    return views, intrinsics, torch.zeros(latents)
 
 
 class LongCatVideoTransformer3DModel(longcat_host.LongCatVideoTransformer3DModel, Released):

@@ -154,9 +154,8 @@ def load(setup: Setup) -> MatrixGameHost:
         generator = wrapper(**dict(config.model_kwargs), is_causal=True)
         vae = checkout.module(root, "wan.vae.wanx_vae").get_wanx_vae_wrapper(str(weights), torch.float16)
         decoder = checkout.module(root, "demo_utils.vae_block3").VAEDecoderWrapper()
-        pipeline = checkout.module(root, "pipeline").CausalInferencePipeline(
-            config, device=device, generator=generator, vae_decoder=decoder
-        )
+        kind = checkout.module(root, "pipeline").CausalInferencePipeline
+        pipeline = kind(config, generator=generator, vae_decoder=decoder)
         conditions = checkout.module(root, "utils.conditions")
     load_weights(pipeline.generator, checkpoint)
     decoder.load_state_dict(_decoding(vae.vae.model.state_dict()))

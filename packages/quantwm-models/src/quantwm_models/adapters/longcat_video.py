@@ -91,7 +91,6 @@ class _Layer:
         self.reading = False
         self.batch = 1
         self.passed: tuple[Tensor, Tensor] | None = None
-        self.angles: Tensor | None = None
         cache.observers[:] = [Shown(each, self._shown) for each in cache.observers]
 
     @uncompiled
@@ -109,21 +108,18 @@ class _Layer:
         frames, self.batch = int(shape[0]), keys.shape[0]
         self.cache.rewind()
         self.cache.store_in(self.chosen)  # the host says for each history whether it is moved away
-        learns = self.cache.scheme.uses_queries
-        if self.passed is None or not (learns or self.cache.observers):
+        if not self.cache.scheme.uses_queries or self.passed is None:
             return rebuild(self.cache, keys, values, None, [keys.shape[2]], self.offload)
         queries, rotated = self.passed
-        angles = self.angles = self._angles(tuple(shape), keys, rotated)
-        if not learns:
-            return rebuild(self.cache, keys, values, None, [keys.shape[2]], self.offload)
+        angles = self._angles(tuple(shape), keys, rotated)
         self.cache.key_frame = lambda moment, span: before_rotation(moment, angles[slice(*span)])
         known = self.cache.queries.folded().past is not None
         tokens = [keys.shape[2] // frames * part for part in _shares(frames, 1 if known else self.first_units)]
         return rebuild(self.cache, keys, values, queries, tokens, self.offload)
 
     def _shown(self, span: Span, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys as attention sees them: rotated."""
-        return keys if self.angles is None else turned(keys, self.angles[slice(*span)]).to(keys.dtype), values
+        """Keys as attention sees them: as the host rotated them when it made the history."""
+        return keys if self.passed is None else self.passed[1][:, :, slice(*span)], values
 
     def _tell(self, queries: Tensor, keys: Tensor) -> None:
         """Tell those who look on what each prompt asked of the history, whose ``keys`` were rotated."""
