@@ -122,6 +122,8 @@ def hosts(session: nox.Session) -> None:
     )
     # What they ask for are servers, trainers and CUDA libraries; the extras above are what their models import.
     session.install("--no-deps", *HOSTS_ON_THE_INDEX, f"--editable={ROOT / 'docs' / 'anyflow'}")
+    if session.posargs:  # checkouts, which experiments load, too
+        session.install(f"--editable={folder('eval')}")
     pytest(session, *TWO_PROCESSES, "tests/hosts", **ONE_THREAD)
 
 
