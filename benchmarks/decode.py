@@ -330,6 +330,7 @@ def main() -> None:
     copier, known = Copier(device), environment()
     bandwidth = copier.bandwidth()
     print(f"{known['gpu']}, torch {known['torch']}, triton {known['triton']}: copy {bandwidth / 1e12:.2f} TB/s")
+    peers: dict[str, float | None] = {}
     methods = arguments.method or (("quantwm",) if arguments.sweep else METHODS)
     for name, method in itertools.product(arguments.shape or SHAPES, methods):
         subject = Subject(method, SHAPES[name], device)
@@ -338,12 +339,13 @@ def main() -> None:
             calls = subject.calls(launch)
             took = seconds(calls, copier)
             share = subject.nbytes / took / bandwidth
-            theirs = None if arguments.sweep else peer_seconds(SHAPES[name], len(subject.chunks), copier)
+            if not arguments.sweep and name not in peers:
+                peers[name] = peer_seconds(SHAPES[name], len(subject.chunks), copier)
             tried.append(
                 known
                 | {"shape": name, "method": method, "nbytes": subject.nbytes, "copy_bandwidth": bandwidth}
                 | {"seconds": took, "host_seconds": host_seconds(calls), "share_of_copy": share}
-                | {"peer_seconds": theirs}
+                | {"peer_seconds": peers.get(name)}
                 | {"launch": described(launch)}
             )
         for line in sorted(tried, key=lambda each: -each["seconds"])[-5:]:  # the best is shown last

@@ -38,7 +38,7 @@ from quantwm_core.methods.qvg import QVG
 from quantwm_core.methods.rtn import RoundToNearest
 from quantwm_core.transform_method import TransformMethod
 from quantwm_kernels.chunk import SealedTensor
-from quantwm_kernels.launch import on_device
+from quantwm_kernels.launch import on_device, ranks
 from quantwm_kernels.sealing import Asked, Draft, PendingTensors, Status
 from quantwm_kernels.statistics import QueryMoment
 from quantwm_kernels.triton import (
@@ -123,7 +123,7 @@ def _replayed(jobs: Sequence[Asked], moment: QueryMoment | None) -> replay.Made:
         return _launched([replace(job, values=each, previous=unit) for job, each, unit in like], known)
 
     settings = tuple((job.method, job.kind, table is None) for job, table in zip(jobs, tables, strict=True))
-    return replay.RECORDINGS.run((settings, moment is None), call, inputs)
+    return replay.RECORDINGS.run((settings, moment is None, ranks()), call, inputs)
 
 
 def _alike(first: Asked, second: Asked) -> bool:
