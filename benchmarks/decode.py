@@ -113,7 +113,8 @@ def random_tensor(kind: str, method: str, shape: tuple[int, int, int], generator
         arrays["super_scale"] = torch.full((1, heads), 2.0**-8, device=device)
     if method == "sharp":
         arrays["centroids"] = integers(0, 256, CENTROIDS, nibble_size(channels))
-        arrays["centroid_scales"] = normal(channels).abs() / 8
+        # A scale has so few significant bits that its products with integers are BF16 numbers.
+        arrays["centroid_scales"] = ((normal(channels).abs() / 8).view(torch.int16) & -8).view(torch.bfloat16)
         if kind == "keys":
             arrays["basis"] = normal(channels, SHARP_RANK) / channels**0.5
             arrays["coefficient_scales"] = normal(SHARP_RANK).abs() / 4
@@ -145,8 +146,11 @@ def check_parity(chunk: SealedChunk, keys: Tensor, values: Tensor) -> None:
             stop = min(start + 100, tokens)
             expected = to_torch(decode_tensor(core, start, stop).copy()).float()
             off = (out[:, :, start:stop].cpu().float() - expected).abs()
-            assert (off <= 2.0**-7 * expected.abs() + 1e-5).all(), (
-                f"{sealed.method}: off by {off.max()} in {start}:{stop}"
+            # A sum whose terms cancel keeps the rounding of its terms.
+            beyond = off - 2.0**-7 * expected.abs() - 2.0**-18 * expected.abs().max()
+            worst = beyond.argmax()
+            assert beyond.max() <= 0, (
+                f"{sealed.method}: {expected.flatten()[worst]} off by {off.flatten()[worst]} in {start}:{stop}"
             )
 
 
@@ -326,6 +330,7 @@ def main() -> None:
     copier, known = Copier(device), environment()
     bandwidth = copier.bandwidth()
     print(f"{known['gpu']}, torch {known['torch']}, triton {known['triton']}: copy {bandwidth / 1e12:.2f} TB/s")
+    peers: dict[str, float | None] = {}
     methods = arguments.method or (("quantwm",) if arguments.sweep else METHODS)
     for name, method in itertools.product(arguments.shape or SHAPES, methods):
         subject = Subject(method, SHAPES[name], device)
@@ -334,12 +339,13 @@ def main() -> None:
             calls = subject.calls(launch)
             took = seconds(calls, copier)
             share = subject.nbytes / took / bandwidth
-            theirs = None if arguments.sweep else peer_seconds(SHAPES[name], len(subject.chunks), copier)
+            if not arguments.sweep and name not in peers:
+                peers[name] = peer_seconds(SHAPES[name], len(subject.chunks), copier)
             tried.append(
                 known
                 | {"shape": name, "method": method, "nbytes": subject.nbytes, "copy_bandwidth": bandwidth}
                 | {"seconds": took, "host_seconds": host_seconds(calls), "share_of_copy": share}
-                | {"peer_seconds": theirs}
+                | {"peer_seconds": peers.get(name)}
                 | {"launch": described(launch)}
             )
         for line in sorted(tried, key=lambda each: -each["seconds"])[-5:]:  # the best is shown last

@@ -5,8 +5,8 @@
     python -m benchmarks.hosts causal_forcing --checkout PATH --small --device cpu
 
 Run from the repository's root, with the host's files at PATH. Every case makes the same video, after a shorter one that warms
-up. Held, or the run fails: ``bf16`` gives the untouched host's bits, ``quantwm`` finite and other ones, sealed bytes are the
-formula's, and afterwards the host is what it was and makes its video again. A line of JSON per case goes to
+up. Held, or the run fails at its end: ``bf16`` gives the untouched host's bits, ``quantwm`` finite and other ones, sealed bytes
+are the formula's, and afterwards the host is what it was and makes its video again. A line of JSON per case goes to
 ``benchmarks/results/hosts.jsonl``: seconds a chunk (a segment of LongCat-Video), the shares of sealing and of reading, peak
 bytes of the video, and these over what the byte model allows: the untouched host's without its cache, and ours. (HY-World holds
 its cache of before while it makes the next, so the untouched host's peak has two.)
@@ -59,12 +59,14 @@ class Run:
 
     Attributes:
         caches: Attributes of the host that hold its own cache, the first of them all of it.
+        broken: What did not hold, of all cases.
     """
 
     device: torch.device
     caches: tuple[str, ...]
     videos: dict[str, Tensor] = field(default_factory=dict)
     without_cache: int = 0
+    broken: list[str] = field(default_factory=list)
 
     def measured(self, case: Case) -> dict[str, Any]:
         """Make the case's video, and hold it against what is known."""
@@ -77,16 +79,15 @@ class Run:
             line, video = self._timed(case)
             if attachment is not None:
                 line |= self._ours(attachment, line["peak_nbytes"], line["seconds_per_chunk"] * case.reported)
-                held(case, attachment, before)
+                self._hold_units(case, attachment, before)
         if case.attached is None:
             dense = nbytes(getattr(case.live.pipeline, self.caches[0], None), self.device)
             line |= {"cache_nbytes": dense}
             self.without_cache = line["peak_nbytes"] - dense
         else:
-            differences = changed(before, footprint(case.live))
-            assert not differences, differences
-        self._hold(case, video)
-        return line
+            left = changed(before, footprint(case.live))
+            self._hold(case, not left, f"the host is not what it was: {left}")
+        return line | self._compare(case, video)
 
     def _timed(self, case: Case) -> tuple[dict[str, Any], Tensor]:
         gpu = self.device.type == "cuda"
@@ -114,24 +115,30 @@ class Run:
             "peak_over_allowed": peak / allowed if self.without_cache > 0 else None,
         }
 
-    def _hold(self, case: Case, video: Tensor) -> None:
-        assert video.isfinite().all(), case.name
+    def _compare(self, case: Case, video: Tensor) -> dict[str, Any]:
+        self._hold(case, bool(video.isfinite().all()), "not finite")
         plain = self.videos.setdefault(case.against, video)
         exact = case.attached is None or case.attached["method"] == "bf16"
-        assert torch.equal(plain, video) == exact, f"{case.name}: {'other' if exact else 'the same'} bits"
+        same = torch.equal(plain, video)
+        self._hold(case, same == exact, f"{'the same' if same else 'other'} bits")
+        largest = (plain.float() - video.float()).abs().max()
+        return {"same_bits": same, "largest_difference": float(largest), "largest": float(plain.abs().max())}
+
+    def _hold_units(self, case: Case, attachment: Attachment, before: dict[str, Any]) -> None:
+        """While the host has our parts, what was sealed has the formula's bytes."""
+        units = list(formula_nbytes(attachment))
+        self._hold(case, bool(units), "nothing was sealed")
+        self._hold(case, all(stated == stored for stated, stored in units), "other bytes than the formula's")
+        self._hold(case, footprint(case.live) != before, "the host was not changed")
+
+    def _hold(self, case: Case, fact: bool, otherwise: str) -> None:
+        if not fact:
+            self.broken.append(f"{case.name}: {otherwise}")
 
 
 def attached(case: Case) -> AbstractContextManager[Attachment | None]:
     """The case's cache under its host."""
     return nullcontext() if case.attached is None else attach(case.live.pipeline, **case.attached)
-
-
-def held(case: Case, attachment: Attachment, before: dict[str, Any]) -> None:
-    """What was sealed has the formula's bytes, while the host has our parts."""
-    units = list(formula_nbytes(attachment))
-    assert units, f"{case.name}: nothing was sealed"
-    assert all(stated == stored for stated, stored in units), case.name
-    assert footprint(case.live) != before, f"{case.name}: the host was not changed"
 
 
 def nbytes(cache: Any, device: torch.device) -> int:
@@ -214,6 +221,8 @@ def main() -> None:
             line = known | {"case": case.name} | run.measured(case)
             keep(line, arguments.results)
             print(json.dumps(line), flush=True)
+    if run.broken:
+        raise SystemExit("\n".join(["did not hold:", *run.broken]))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -56,13 +57,19 @@ def heads_first(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
 
 @contextmanager
 def importing_wan(root: Path) -> Iterator[Load]:
-    """Import the modules of the 5B codebase by name while inside; nothing is compiled, and no process group asked for."""
-    alone = {"get_sp_world_size": lambda: 1, "get_sp_parallel_rank": lambda: 0, "get_sp_parallel_local_rank": lambda: 0}
+    """Import the modules of the 5B codebase by name while inside; nothing is compiled.
+
+    Ranks are those of the process group, if there is one: the host's own group asks for a GPU.
+    """
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     stubs: dict[str, dict[str, object]] = {
         "sageattention": {"sageattn": heads_first},
-        "distributed": {},
         "distributed.communication_op": dict.fromkeys(("all_to_all_sp", "sequence_model_parallel_all_gather")),
-        "distributed.parallel_state": dict(alone),
+        "distributed.parallel_state": {
+            "get_sp_world_size": lambda: ranks,
+            "get_sp_parallel_rank": lambda: rank,
+            "get_sp_parallel_local_rank": lambda: rank,
+        },
         "models.par_vae.tools": dict.fromkeys(("distribute_data_to_gpus", "gather_results")),
         "hyvideo": {"__path__": [str(root / "hyvideo")]},
     }
@@ -72,9 +79,26 @@ def importing_wan(root: Path) -> Iterator[Load]:
             for name in ("range_push", "range_pop"):
                 patch.setattr(torch.cuda.nvtx, name, lambda *_: None)
             patch.setattr(torch.cuda, "synchronize", lambda *_: None)
-        with importing(root / "wan", stubs=stubs, bare=("inference", "models")) as load:
-            patch.setenv("WORLD_SIZE", "0")
+        packages = ("inference", "models", "distributed", "distributed.device_communicators")
+        with importing(root / "wan", stubs=stubs, bare=packages) as load:
+            patch.setenv("WORLD_SIZE", str(ranks if dist.is_initialized() else 0))
+            if dist.is_initialized():
+                between(load, ranks)
             yield load
+
+
+def between(load: Load, ranks: int) -> None:
+    """Let the host's own collectives run on the process group."""
+    own = load("distributed.device_communicators.base_device_communicator").DistributedAutograd
+    operations = load("distributed.communication_op")
+
+    def exchange(x: Tensor, scatter_dim: int, gather_dim: int) -> Tensor:
+        return own.AllToAll4D.apply(dist.group.WORLD, x, ranks, scatter_dim, gather_dim)
+
+    def gather(x: Tensor, dim: int) -> Tensor:
+        return own.AllGather.apply(dist.group.WORLD, x, ranks, dim)
+
+    operations.all_to_all_sp, operations.sequence_model_parallel_all_gather = exchange, gather
 
 
 def wan_pipeline(load: Load, size: Size) -> Any:

@@ -60,6 +60,7 @@ RELEASED = Size(
     width=832,
     history=19,
     new=5,
+    steps=2,
     text=(512, 4096),
     widening=4,
     embedding=(512, 256),

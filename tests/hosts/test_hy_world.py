@@ -7,12 +7,16 @@ import contextlib
 import importlib
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from quantwm_core.errors import StateError
 from quantwm_models import adapters, attach
@@ -22,6 +26,7 @@ from tests.hosts.checkout import checkouts, importing
 from tests.hosts.hy_world import CHUNK, SMALL, WAN_FRAME, Load, cameras, importing_wan, lived_wan
 from tests.hosts.live import Live, footprint, prove, randomise, refuses_others
 from tests.models.chunks import bits
+from tests.models.ranks import Collectives
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the host has its own
 
@@ -30,7 +35,7 @@ WIDTH = 2 * 2 * HEADS * 2 * CHANNELS  # BF16 bytes of a token's keys and values,
 
 
 @pytest.fixture(scope="module")
-def root(request: pytest.FixtureRequest) -> Any:
+def root(request: pytest.FixtureRequest) -> Path:
     found = checkouts(request.config).get("hy_world")
     if found is None:
         pytest.skip("no checkout hy_world was named")
@@ -39,13 +44,13 @@ def root(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def load_wan(root: Any) -> Iterator[Load]:
+def load_wan(root: Path) -> Iterator[Load]:
     with importing_wan(root) as load:
         yield load
 
 
 @pytest.fixture
-def load_hunyuan(root: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+def load_hunyuan(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     stubs: dict[str, dict[str, object]] = {
         "loguru": {"logger": logging.getLogger("hyvideo")},
         "torchvision": {},
@@ -191,3 +196,36 @@ def test_wan_with_frames_that_are_retrieved_from_memory(load_wan: Load) -> None:
         assert bits(live.video(0, 6)) == plain
     # Twelve frames before the sixth chunk, and four from memory, of the twenty that there are.
     assert attachment.report().tokens == LAYERS * 16 * WAN_FRAME
+
+
+def one_of_two_ranks(rank: int, root: Path, folder: Path) -> None:
+    """What each process of the test below does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=(folder / "ranks").as_uri(), rank=rank, world_size=2)
+    with importing_wan(root) as load:
+        for heads in (2, 3):  # the host pads the latter to four
+            live = lived_wan(load, replace(SMALL, heads=heads))
+            plain, called = watched(live)
+            for once in (False, True):
+                with attach(live.pipeline, "bf16", adapter=HyWorld(once)):
+                    assert watched(live) == (plain, called)
+            with attach(live.pipeline, "quantwm", iterations=1) as attachment:
+                made, names = watched(live)
+            assert made != plain
+            assert names == called != []
+            cache = attachment.caches[0]
+            assert (cache.ranks, cache.chunks[0].keys.shape) == (2, (1, heads - 1, CHUNK * WAN_FRAME, 2 * CHANNELS))
+    dist.destroy_process_group()
+
+
+def watched(live: Live) -> tuple[bytes, list[str]]:
+    """Bits of a video of two chunks, and the collectives that it took."""
+    with Collectives() as collectives:
+        video = live.video(0, 2)
+    assert video.isfinite().all()
+    return bits(video), collectives.names
+
+
+@pytest.mark.slow
+def test_wan_of_two_ranks(root: Path, tmp_path: Path) -> None:
+    spawn(one_of_two_ranks, args=(root, tmp_path), nprocs=2)

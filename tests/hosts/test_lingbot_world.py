@@ -5,6 +5,7 @@ CUDA's autocast, and caches in BF16.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 from torch.multiprocessing.spawn import spawn
 
 from quantwm_models import adapters, attach
@@ -24,12 +24,16 @@ from quantwm_models.errors import HostError
 from tests.hosts.checkout import checkouts, importing
 from tests.hosts.live import Live, footprint, prove, randomise, refuses_others, sdpa
 from tests.models.chunks import bits
+from tests.models.ranks import Collectives
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the host has its own
 
 FRAME, LAYERS, HEADS, CHANNELS = 16, 2, 4, 32
 WIDTH = 2 * 2 * HEADS * CHANNELS  # BF16 bytes of a token's keys and values
 TEXT = 4096  # the host's dummy prompt has it written in
+
+# Views of weights, which FSDP makes anew at each call.
+RENEWED = ("weight", "bias", "modulation")
 
 Load = Callable[[str], Any]
 
@@ -98,26 +102,6 @@ def action(tmp_path: Path) -> Path:
     return tmp_path
 
 
-class Sharded(torch.nn.Module):
-    """What FSDP does to the arguments of a model, by torch's own functions: it does not run without an accelerator."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self._wrapped = module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._wrapped, name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        (moved,), (named,) = _to_kwargs(args, kwargs, torch.device("cpu"), False)
-        assert named["kv_cache"] is not kwargs["kv_cache"]
-        assert named["kv_cache"][0] is not kwargs["kv_cache"][0]
-        return self._wrapped(*_apply_to_tensors(torch.Tensor.detach, moved), **_apply_to_tensors(torch.detach, named))
-
-
 def built(load: Load, tiny: Tiny) -> Any:
     """A pipeline of the host's class around a tiny model, without the checkpoints that its constructor loads."""
     fast = tiny.mode == "causal_fast"
@@ -159,8 +143,14 @@ def built(load: Load, tiny: Tiny) -> Any:
         _t5_cache={},
         _cross_attn_initialized=False,
     )
+    shard = functools.partial(
+        load("wan.distributed.fsdp").shard_model,
+        device_id=torch.device("cpu"),
+        param_dtype=None,  # what is computed in FP32 must not make it cast the cache
+        sync_module_states=False,
+    )
     pipeline.model = pipeline._configure_model(
-        model, use_sp=tiny.parallel, dit_fsdp=tiny.sharded, shard_fn=Sharded, convert_model_dtype=False
+        model, use_sp=tiny.parallel, dit_fsdp=tiny.sharded, shard_fn=shard, convert_model_dtype=False
     )
     pipeline.scheduler = load("wan.utils.fm_solvers_unipc").FlowUniPCMultistepScheduler(
         num_train_timesteps=1000, shift=1, use_dynamic_shifting=False
@@ -199,7 +189,7 @@ def lived(load: Load, tiny: Tiny, action: Path, **arguments: Any) -> Live:
         pipeline,
         tuple(load(f"wan.{name}") for name in modules),
         video,
-        notes=("_cross_attn_initialized", "_t5_cache", "_warmed"),
+        notes=("_cross_attn_initialized", "_t5_cache", "_warmed", *(RENEWED if tiny.sharded else ())),
     )
 
 
@@ -269,34 +259,41 @@ def test_ulysses(load: Load, action: Path, tiny: Tiny) -> None:
     assert load("wan.distributed.sequence_parallel").flash_attention is sdpa
 
 
-def exchanged(x: Tensor, scatter_dim: int, gather_dim: int, **_: object) -> Tensor:
-    """All to all, which gloo does not do, from all to each."""
-    every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, x.contiguous())
-    parts = [each.chunk(len(every), dim=scatter_dim)[dist.get_rank()] for each in every]
-    return torch.cat(parts, dim=gather_dim).contiguous()
-
-
 def one_of_two_ranks(rank: int, root: Path, folder: Path) -> None:
     """What each process of the test below does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=(folder / "ranks").as_uri(), rank=rank, world_size=2)
-    tiny, counts = Tiny(window=18, sink=6, parallel=True), (7, 3)
     with imported(root) as load:
-        load("wan.distributed.sequence_parallel").all_to_all = exchanged
-        live = lived(load, tiny, folder)
-        live.pipeline.sp_size = 2
-        plain = [bits(live.video(seed, count)) for seed, count in enumerate(counts)]
-        with attach(live.pipeline, "bf16"):
-            assert [bits(live.video(seed, count)) for seed, count in enumerate(counts)] == plain
-        with attach(live.pipeline, "quantwm", iterations=2) as attachment:
-            made = [live.video(seed, count) for seed, count in enumerate(counts)]
+        for sharded in (False, True):
+            of_two_ranks(load, folder, Tiny(window=18, sink=6, parallel=True, sharded=sharded))
+    dist.destroy_process_group()
+
+
+def of_two_ranks(load: Load, folder: Path, tiny: Tiny) -> None:
+    """Hold the cache against the untouched host, its collectives too."""
+    counts = (7, 3)
+    live = lived(load, tiny, folder)
+    live.pipeline.sp_size = 2
+    live.video(9, 1)  # FSDP checks itself at its first call
+
+    def videos() -> tuple[list[Tensor], list[str]]:
+        with Collectives() as collectives:
+            return [live.video(seed, count) for seed, count in enumerate(counts)], collectives.names
+
+    plain, called = videos()
+    with attach(live.pipeline, "bf16"):
+        again, names = videos()
+    assert [bits(each) for each in again] == [bits(each) for each in plain]
+    assert names == called
+    with attach(live.pipeline, "quantwm", iterations=2) as attachment:
+        made, names = videos()
+    assert names == called != []
     assert all(video.isfinite().all() for video in made)
-    assert attachment.caches[0].chunks[0].keys.shape == (1, HEADS // 2, tiny.chunk * FRAME, CHANNELS)
+    cache = attachment.caches[0]
+    assert (cache.ranks, cache.chunks[0].keys.shape) == (2, (1, HEADS // 2, tiny.chunk * FRAME, CHANNELS))
     both = [torch.empty_like(made[0]) for _ in range(2)]
     dist.all_gather(both, made[0].contiguous())
     assert torch.equal(both[0], both[1])
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
@@ -308,7 +305,13 @@ def test_ulysses_of_two_ranks(root: Path, action: Path) -> None:
 @pytest.mark.parametrize("parallel", [False, True])
 def test_sharded_weights_hand_out_rebuilt_dicts(load: Load, action: Path, parallel: bool) -> None:
     tiny = Tiny(window=9, sink=3, chunk=3, parallel=parallel, sharded=True)
-    attachment = prove(lambda: lived(load, tiny, action), (5, 3))
+
+    def make() -> Live:
+        live = lived(load, tiny, action)
+        live.video(9, 1)  # the first call settles what FSDP knows of its modules
+        return live
+
+    attachment = prove(make, (5, 3))
     check_sizes(attachment.report(), tiny, 3)
 
 

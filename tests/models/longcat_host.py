@@ -11,8 +11,19 @@ WIDTH = HEADS * CHANNELS
 Shape = tuple[int, int, int]
 
 
+def alone(x: Tensor, axis: int) -> Tensor:
+    """The tokens of a rank that shares them with none, or those of all."""
+    return x
+
+
 class Rotation(nn.Module):
-    """Rotates neighbouring channels; the angles of a grid are kept."""
+    """Rotates neighbouring channels; the angles of a grid are kept.
+
+    Attributes:
+        own: Takes of all tokens those of this rank, given their axis.
+    """
+
+    own = staticmethod(alone)
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,8 +34,8 @@ class Rotation(nn.Module):
         if grid not in self.freqs_dict:
             tokens = torch.arange(grid[0] * grid[1] * grid[2])
             angles = (tokens // (grid[1] * grid[2]))[:, None] * 0.8 ** torch.arange(CHANNELS // 2)
-            self.freqs_dict[grid] = angles.repeat_interleave(2, dim=1)
-        cos, sin = self.freqs_dict[grid].cos(), self.freqs_dict[grid].sin()
+            self.freqs_dict[grid] = self.own(angles.repeat_interleave(2, dim=1), axis=0)
+        cos, sin = (each(self.freqs_dict[grid].to(q.device)) for each in (torch.cos, torch.sin))
         q, k = ((x.float() * cos + self.quarter(x.float()) * sin).type_as(x) for x in (q, k))
         return q, k
 
@@ -35,7 +46,13 @@ class Rotation(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention that can show its keys and values, or be given earlier ones."""
+    """Self-attention that can show its keys and values, or be given earlier ones.
+
+    Attributes:
+        all: Joins the tokens of all ranks, given their axis.
+    """
+
+    all = staticmethod(alone)
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -46,7 +63,7 @@ class Attention(nn.Module):
 
     def _process_attn(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
         assert shape[1] * shape[2] == TOKENS
-        return scaled_dot_product_attention(q, k, v)
+        return scaled_dot_product_attention(q, self.all(k, axis=2), self.all(v, axis=2))
 
     def _project(self, x: Tensor) -> list[Tensor]:
         return [(x @ weight).unflatten(-1, (HEADS, CHANNELS)).transpose(1, 2) for weight in self.weights]
@@ -111,13 +128,14 @@ class LongCatVideoTransformer3DModel(nn.Module):
     ) -> Any:
         """The chunk, with all layers' keys and values if asked."""
         shape, made = (x.shape[1] // TOKENS, 2, TOKENS // 2), {}
+        x = Rotation.own(x, axis=1)
         for number, block in enumerate(self.blocks):
             cache = (kv_cache_dict or {}).get(number, None)
             output = block(x, prompt, latent_shape=shape, frames=frames, return_kv=return_kv, kv_cache=cache)
             x = output[0] if return_kv else output
             if return_kv:
                 made[number] = tuple(each.cpu() if offload else each.contiguous() for each in output[1])
-        return (x, made) if return_kv else x
+        return (x, made) if return_kv else Attention.all(x, axis=1)
 
 
 class LongCatVideoPipeline:
@@ -130,7 +148,7 @@ class LongCatVideoPipeline:
     def generate_vc(self, history: Tensor, x: Tensor) -> Tensor:
         """A segment ``x`` ``[1, tokens, width]`` after a history of as many or more tokens."""
         frames, kv = history.shape[1] // TOKENS, None
-        prompts = torch.tensor([0.5, -0.5] if self.guided else [0.5]).to(x.dtype)[:, None, None]
+        prompts = torch.tensor([0.5, -0.5] if self.guided else [0.5]).to(x)[:, None, None]
         if self.cached:
             _, self.kv_cache_dict = self.dit(history, prompts[:1] * 0, return_kv=True, offload=self.offload)
             kv = self.kv_cache_dict
@@ -139,10 +157,10 @@ class LongCatVideoPipeline:
             x = 0.5 * x + 0.5 * (made[:1] + (made[:1] - made[1:2] if self.guided else 0))
         return x
 
-    def video(self, seed: int, segments: int, frames: int = 4) -> Tensor:
+    def video(self, seed: int, segments: int, frames: int = 4, device: torch.device | str = "cpu") -> Tensor:
         """Segments, each with the one before as its history."""
         generator = torch.Generator().manual_seed(seed)
-        draw = torch.randn(1 + segments, 1, frames * TOKENS, WIDTH, generator=generator).to(torch.bfloat16)
+        draw = torch.randn(1 + segments, 1, frames * TOKENS, WIDTH, generator=generator).to(device, torch.bfloat16)
         made = [draw[0]]
         for start in draw[1:]:
             made.append(self.generate_vc(made[-1], start))

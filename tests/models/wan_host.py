@@ -24,10 +24,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def turned(x: Tensor, frame: int) -> Tensor:
     """Rotate pairs of channels by the number of each token's frame; ``x`` begins with frame ``frame``."""
-    angles = (frame + torch.arange(x.shape[1]) // FRAME)[:, None, None] * 0.7 ** torch.arange(CHANNELS // 2)
-    pairs = x.float().unflatten(-1, (-1, 2))
+    frames, pairs = (torch.arange(size, device=x.device) for size in (x.shape[1], CHANNELS // 2))
+    angles = (frame + frames // FRAME)[:, None, None] * 0.7**pairs
+    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angles.cos(), angles.sin()
-    first, second = pairs[..., 0], pairs[..., 1]
     return torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2).type_as(x)
 
 
@@ -90,6 +90,10 @@ class Block(nn.Module):
         super().__init__()
         self.self_attn = self_attn
 
+    def forward(self, x: Tensor, **options: Any) -> Any:
+        """One call."""
+        return self.self_attn(x, **options)
+
 
 class Model(nn.Module):
     """Blocks, one after the other."""
@@ -103,7 +107,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor, kv_cache: list[Entry], current_start: int, **options: Any) -> Tensor:
         """One call on a chunk ``[B, n, width]``."""
         for block, cache in zip(self.blocks, kv_cache, strict=False):
-            x = block.get_submodule("self_attn")(x, kv_cache=cache, current_start=current_start, **options)
+            x = block(x, kv_cache=cache, current_start=current_start, **options)
         return x
 
 

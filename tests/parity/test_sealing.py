@@ -455,7 +455,7 @@ def test_nothing_is_waited_for_while_a_chunk_is_begun(gpu: torch.device) -> None
     moment = QueryMoment(torch.randn(1, 4, 200, 128, device=gpu).mT @ torch.randn(1, 4, 200, 128, device=gpu), 200)
     moment = QueryMoment(moment.mean @ moment.mean.mT, 200)
     schemes = [*(make_scheme(name) for name in core_methods.names()), make_scheme("quantwm", preset="sharp")]
-    for scheme in schemes:  # compiled, and pinned memory cached
+    for scheme in (*schemes, *schemes):  # compiled, then recorded, and pinned memory cached
         methods.seal_chunk(scheme, keys, values, moment)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

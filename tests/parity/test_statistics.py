@@ -1,5 +1,9 @@
 """second_moment, fold_moment, sensitivity, normalised_moment and principal_basis, against the reference."""
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -137,6 +141,21 @@ def test_a_basis_scales_with_its_moment_and_may_be_empty(device: torch.device) -
     )
     assert not single[..., 1:].any()
     assert known[0, 0, 0].item() == pytest.approx(32, rel=1e-5)
+
+
+def test_a_basis_of_few_channels_reads_nothing_behind_its_own_memory(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mean = torch.from_numpy(strategies.moment(5, 1, 8).mean).to(device)
+    basis, _ = kernels.principal_basis(mean, 3)
+
+    def before_nan(shape: Sequence[int], **options: Any) -> torch.Tensor:
+        """Memory that numbers follow which would show."""
+        size = math.prod(shape)
+        return torch.full((size + 4096,), torch.nan, **options)[:size].view(shape)
+
+    monkeypatch.setattr(torch, "empty", before_nan)
+    assert_equal("basis", kernels.principal_basis(mean, 3)[0], basis)
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:

@@ -25,6 +25,9 @@ PRESETS: dict[str, dict[str, Parameter]] = {
 }  # fmt: skip
 """Named settings of :func:`scheme`; ``paper`` is what the QuantWM paper measures with, ``sharp`` what lost least here."""
 
+WHOLE = ("sharp",)
+"""Presets that are refused where a method beside ``bf16`` would take a part of them: a rival with half of it is no rival."""
+
 
 @runtime_checkable
 class Method(Protocol):
@@ -224,7 +227,8 @@ def scheme(
 
     Raises:
         UnknownNameError: No such method or preset.
-        ParameterError: No chosen method knows a parameter, or a value is out of range.
+        ParameterError: A method is no name, no chosen method knows a parameter, a value is out of range, or a method would
+            take only a part of a preset that is whole or nothing.
 
     >>> scheme("quantwm", values="bf16", rank=16).name
     'quantwm+bf16'
@@ -232,6 +236,9 @@ def scheme(
     2
     """
     names = (method if keys is None else keys, method if values is None else values)
+    for name in names:
+        if not isinstance(name, str):
+            raise ParameterError(f"method {name!r}: need the name of one, as 'quantwm'")
     known = [methods.parameter_names(name) for name in names]
     for parameter in parameters:
         if not any(parameter in own for own in known):
@@ -239,6 +246,12 @@ def scheme(
             raise ParameterError(f"{'+'.join(dict.fromkeys(names))} has no parameter {parameter!r}; known: {choices}")
     settings: dict[str, Any] = dict(PRESETS[lookup("preset", preset, PRESETS)]) if preset is not None else {}
     preset_per_seal = settings.pop("chunks_per_seal", 1)
+    for name, own in zip(names, known, strict=True):
+        lacking = sorted(settings.keys() - set(own))
+        if preset in WHOLE and lacking and name != "bf16":
+            raise ParameterError(
+                f"preset {preset!r}: {name} has no {', '.join(lacking)}, and parts of the preset are not taken; it is one of quantwm"
+            )
     per_seal = preset_per_seal if chunks_per_seal is None else chunks_per_seal
     settings |= parameters
     pair = [

@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -146,6 +147,35 @@ def packed_attention_pays(rows: int, channels: int) -> bool:
 def processors(device: torch.device) -> int:
     """Multiprocessors of a device; 1 where there is none."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+_ranks = ContextVar("ranks", default=1)
+
+
+def ranks() -> int:
+    """Devices that hold as many of a layer's streams each as this one does.
+
+    Where a sum over tokens is split into pieces, their number follows from the streams; it counts those of all ranks, so that
+    each sum rounds as it would on a device that held them all.
+    """
+    return _ranks.get()
+
+
+@contextmanager
+def one_of(count: int) -> Iterator[None]:
+    """Launch for one of ``count`` ranks that share a layer's heads.
+
+    >>> with one_of(4):
+    ...     ranks()
+    4
+    >>> ranks()
+    1
+    """
+    before = _ranks.set(count)
+    try:
+        yield
+    finally:
+        _ranks.reset(before)
 
 
 @cache

@@ -19,14 +19,14 @@ from quantwm_core.rotary import Turning
 from quantwm_core.stream import Span, Stream, is_whole
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import SealedChunk, storage_nbytes, stored_nbytes
-from quantwm_kernels.launch import check_served, packed_attention_pays
+from quantwm_kernels.launch import check_served, one_of, packed_attention_pays
 from quantwm_kernels.packed_attention import attend_packed
 from quantwm_kernels.reading import ReadPlan
 from quantwm_kernels.sealing import ACCEPTED
 from quantwm_kernels.statistics import QueryMoment, second_moment
 from quantwm_models.causality import CausalQueries
 from quantwm_models.contents import Contents, KeyFrame, Sealing, Unit, located, pieces, placed
-from quantwm_models.geometry import Geometry, copied_chunk
+from quantwm_models.geometry import Geometry, exact_chunk
 from quantwm_models.memory import advice, explained, free_nbytes
 from quantwm_models.observer import CacheObserver
 from quantwm_models.offload import Offload, Staged
@@ -66,6 +66,8 @@ class LayerCache:
             the queries, which may then have other channels, the one that a unit's keys see, given its absolute tokens. None
             where both are the same.
         expected: What the chunks of a host will be like, where the cache stands under one that says so beforehand.
+        ranks: Of how many ranks each holds as many of the layer's heads; sums on a GPU then round as if this one held all, and
+            the bytes are those of a single device.
         half_written: Whether a host wrote keys or values whose other half is still to come.
 
     >>> import torch
@@ -124,6 +126,7 @@ class LayerCache:
         self.version = 0
         self.key_frame: KeyFrame | None = None
         self.expected: Geometry | None = None
+        self.ranks = 1
         self.half_written = False
 
     @property
@@ -160,11 +163,14 @@ class LayerCache:
         self,
         keys: Float[Tensor, "batch heads tokens key_channels"],
         values: Float[Tensor, "batch heads tokens value_channels"],
+        *,
+        copy: bool = True,
     ) -> None:
         """Begin a chunk; the one before it is complete from now on, and units that are due are sealed.
 
         Args:
-            keys, values: BF16, FP16 or FP32 ``[B, H, N, D]`` of any strides; rounded to BF16 and copied.
+            keys, values: BF16, FP16 or FP32 ``[B, H, N, D]`` of any strides; rounded to BF16.
+            copy: False hands tensors over that are BF16 already: nobody may write them any more.
 
         Raises:
             ShapeError, DtypeError: The tensors do not fit each other or the chunks before.
@@ -173,13 +179,15 @@ class LayerCache:
             StateError, DeviceError: A tensor requires grad, or lives where no implementation serves it.
         """
         with self._located():
-            exact_keys, exact_values, geometry = copied_chunk(keys, values, self._geometry)
+            exact_keys, exact_values, geometry = exact_chunk(keys, values, self._geometry, copy=copy)
             self._commit(self._contents.append(exact_keys, exact_values), geometry)
 
     def restart(
         self,
         keys: Float[Tensor, "batch heads tokens key_channels"],
         values: Float[Tensor, "batch heads tokens value_channels"],
+        *,
+        copy: bool = True,
     ) -> None:
         """:meth:`clear`, then :meth:`append`, in one step: a new video begins with this chunk.
 
@@ -187,7 +195,7 @@ class LayerCache:
             QuantWMError: As :meth:`append`; the cache is still what it was then.
         """
         with self._located():
-            exact_keys, exact_values, geometry = copied_chunk(keys, values, None)
+            exact_keys, exact_values, geometry = exact_chunk(keys, values, None, copy=copy)
             begun = self._nothing().append(exact_keys, exact_values)
             self.clear()
             self._commit(begun, geometry)
@@ -215,29 +223,43 @@ class LayerCache:
         with self._located():
             parts = [_split(name, each, tokens) for name, each in (("keys", keys), ("values", values))]
             asked = [None] * len(tokens) if queries is None else _split("queries", queries, tokens)
-            made, geometry = self._rewound(), None
-            told: list[tuple[Sequence[Sealing], Sequence[Span]]] = []
-
-            for part_keys, part_values, part_queries in zip(*parts, asked, strict=True):
-                exact_keys, exact_values, geometry = copied_chunk(part_keys, part_values, geometry)
-                before, made = made, made.append(exact_keys, exact_values)
-                gone = before.gone(made)
-                if part_queries is not None:
-                    _check_queries(part_queries)
-                    made = self._observed(made, part_queries, geometry)
-                # Before the next is copied, so that there is one of them at a time.
-                made, sealings = made.complete().settle(self.scheme, self._frame)
-                if self.observers:  # what they are told keeps BF16 tokens alive
-                    told += [((), gone), (sealings, ())]
+            made, geometry, told = self._rewound(), None, []
+            for chunk in zip(*parts, asked, strict=True):
+                made, geometry, heard = self._grown(made, geometry, *chunk)
+                told += heard
+            made = made.owned()
             self.rewind()
             self._commit(made, geometry)
             for each in told:
                 self._tell(*each)
 
+    def _grown(
+        self,
+        contents: Contents,
+        geometry: Geometry | None,
+        keys: Tensor,
+        values: Tensor,
+        queries: Tensor | None,
+    ) -> tuple[Contents, Geometry, list[tuple[Sequence[Sealing], Sequence[Span]]]]:
+        """A history with one chunk more, sealed, and what observers are to hear: nothing if there are none.
+
+        What they hear keeps the chunk's BF16 tensors alive.
+        """
+        exact_keys, exact_values, geometry = exact_chunk(keys, values, geometry, copy=False)
+        grown = contents.append(exact_keys, exact_values)
+        gone = contents.gone(grown)
+        if queries is not None:
+            _check_queries(queries)
+            grown = self._observed(grown, queries, geometry)
+        settled, sealings = grown.complete().settle(self.scheme, self._frame)
+        return settled, geometry, [((), gone), (sealings, ())] if self.observers else []
+
     def overwrite(
         self,
         keys: Float[Tensor, "batch heads tokens key_channels"],
         values: Float[Tensor, "batch heads tokens value_channels"],
+        *,
+        copy: bool = True,
     ) -> None:
         """Rewrite the active chunk, as every denoising step does.
 
@@ -246,7 +268,7 @@ class LayerCache:
             ShapeError, DtypeError: The tensors are not what the active chunk holds.
         """
         with self._located():
-            exact_keys, exact_values, _ = copied_chunk(keys, values, self._geometry)
+            exact_keys, exact_values, _ = exact_chunk(keys, values, self._geometry, copy=copy)
             self._contents = self._contents.overwrite(exact_keys, exact_values)
             self.version += 1
 
@@ -522,8 +544,8 @@ class LayerCache:
 
     @contextmanager
     def _located(self) -> Iterator[None]:
-        """Name the layer in errors, and say what would fit where memory ran out."""
-        with located(f"layer {self.layer}"), explained(self._advice):
+        """Name the layer in errors, say what would fit where memory ran out, and launch as one of the layer's ranks."""
+        with located(f"layer {self.layer}"), explained(self._advice), one_of(self.ranks):
             yield
 
     def _advice(self) -> str:

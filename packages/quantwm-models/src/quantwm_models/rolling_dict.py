@@ -65,6 +65,7 @@ class RollingDict:
         lists: Attributes of the pipeline that hold the lists of dicts, where the method does not return them.
         branch: Names the list that the method returns.
         sink: Tells the sink's tokens at the time of allocation, given the slots that the host allocates.
+        ranks: Tells how many ranks share a layer's heads, given those that are allocated here.
         turning: Tells how positions turn queries, likewise; None where nobody knows.
         slots: Tells the slots that the host sees instead, given those that it allocates; memory is taken by the chunk.
         kept: More attributes of the pipeline that the host sets while it runs, and that are put back.
@@ -81,6 +82,7 @@ class RollingDict:
     lists: tuple[str, ...] = ()
     branch: Callable[[], str] = lambda: ""
     sink: Callable[[int], int] = lambda _: 0
+    ranks: Callable[[int], int] = lambda _: 1
     turning: Callable[[int], Turning | None] = lambda _: None
     slots: Callable[[int], int] = lambda allocated: allocated
     kept: tuple[str, ...] = ()
@@ -169,8 +171,10 @@ class _Allocator:
         sink, slots = self.host.sink(keys.shape[1]), self.host.slots(keys.shape[1])
         self.workspace.reserve(slots)
         materialise(entries, device, without=("k", "v"))
-        turning = self.host.turning(keys.shape[1])
-        cache = self.make_cache(layer, branch=branch, sink=sink, workspace=self.workspace, turning=turning)
+        cache = self.make_cache(
+            layer, branch=branch, sink=sink, workspace=self.workspace, turning=self.host.turning(keys.shape[1])
+        )
+        cache.ranks = self.host.ranks(keys.shape[2])
         shapes = ((each.shape[0], slots, *each.shape[2:]) for each in (keys, values))
         entries["k"], entries["v"] = pair(cache, next(shapes), keys.dtype, device, next(shapes))
 

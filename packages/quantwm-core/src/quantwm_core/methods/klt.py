@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -22,6 +22,7 @@ from jaxtyping import Float64, UInt8
 from quantwm_core import allocation, basis
 from quantwm_core.chunk import KINDS, Kind
 from quantwm_core.errors import ParameterError
+from quantwm_core.methods import ADDED
 from quantwm_core.transform import Allocate
 from quantwm_core.transform_method import TransformMethod
 
@@ -62,7 +63,7 @@ class Klt(TransformMethod):
     bits: float = 2.0
     value_bits: float | None = None
     tolerance: float = 0.0
-    level: float = 0.0
+    level: float = field(default=0.0, metadata=ADDED)
     allocation: str = "head"
     damp: float = 0.5
     lifetime: float = 2.0

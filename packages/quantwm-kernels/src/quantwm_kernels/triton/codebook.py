@@ -18,7 +18,7 @@ from quantwm_core import codebook as core
 from quantwm_core.errors import DtypeError, ParameterError, ShapeError
 from quantwm_core.integer_table import EXACT_BITS
 from quantwm_kernels.codebook import Metric, index_shape, table_shape
-from quantwm_kernels.launch import LAUNCHES, Launch, ceil_div, on_device, shared_memory
+from quantwm_kernels.launch import LAUNCHES, Launch, ceil_div, on_device, ranks, shared_memory
 from quantwm_kernels.triton import integer_table
 from quantwm_kernels.triton.assignment import assign_kernel, nearest_kernel, sum_kernel
 from quantwm_kernels.triton.frame import DIAGONAL, FULL, UNIFORM, frame_kernel, magnitude_kernel, table_kernel
@@ -148,7 +148,7 @@ def add_members(frame: Frame, index: Tensor) -> tuple[Tensor, Tensor]:
     layer = frame.layer
     launch = LAUNCHES["sum_members" if layer.channels <= WIDE else "sum_members_wide"]
     blocks = ceil_div(frame.centroids, launch.blocks["BLOCK_C"])
-    per_piece, pieces = layer.split(launch, layer.streams * blocks)
+    per_piece, pieces = layer.split(launch, layer.streams * blocks * ranks())
     sums = layer.empty(pieces, frame.centroids, layer.channels, dtype=torch.float32)
     counts = layer.empty(pieces, frame.centroids, dtype=torch.float32)
     sum_kernel[layer.streams, pieces, blocks](

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantwm_core import allocation
 from quantwm_core.directions import BEST_STEPS, FACTORS, OFFSETS
-from quantwm_kernels.launch import LAUNCHES, ceil_div, next_power_of_two, on_device, processors
+from quantwm_kernels.launch import LAUNCHES, ceil_div, next_power_of_two, on_device, processors, ranks
 from quantwm_kernels.triton.arithmetic import rounded
 from quantwm_kernels.triton.clustered import halves_at, wide
 from quantwm_kernels.triton.kernel import kernel
@@ -109,7 +109,7 @@ def search_steps(coefficients: Tensor, widths: Tensor) -> Tensor:
     shifts, highest = shifts_of(widths)
     launch = LAUNCHES["search_steps"]
     tile, wide_block = launch.blocks["TILE"], launch.blocks["BLOCK_K"]
-    groups = ceil_div(count, wide_block) * streams
+    groups = ceil_div(count, wide_block) * streams * ranks()
     pieces = max(1, min(ceil_div(tokens, tile), launch.programs * processors(coefficients.device) // groups))
     per_piece = ceil_div(ceil_div(tokens, tile), pieces) * tile
     pieces = ceil_div(tokens, per_piece)

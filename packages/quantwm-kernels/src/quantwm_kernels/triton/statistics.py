@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantwm_core import statistics as core
 from quantwm_core.errors import ParameterError, ShapeError
-from quantwm_kernels.launch import LAUNCHES, ceil_div, next_power_of_two, on_device, processors
+from quantwm_kernels.launch import LAUNCHES, ceil_div, next_power_of_two, on_device, processors, ranks
 from quantwm_kernels.statistics import QueryMoment, basis_shapes, moment_shape
 from quantwm_kernels.triton.arithmetic import magnitude_bits, product
 from quantwm_kernels.triton.domain import to_bf16
@@ -102,7 +102,7 @@ def second_moment(queries: Tensor, kv_heads: int) -> QueryMoment:
     block = min(max(16, next_power_of_two(channels)), 128)
     blocks = ceil_div(channels, block)
     tiles = ceil_div(pooled * tokens, tile)
-    programs = launch.programs * processors(queries.device) // (streams * blocks * (blocks + 1) // 2)
+    programs = launch.programs * processors(queries.device) // (ranks() * streams * blocks * (blocks + 1) // 2)
     per_piece = ceil_div(tiles, max(1, min(tiles, programs))) * tile
     pieces = ceil_div(pooled * tokens, per_piece)
     parts = torch.empty((streams, pieces, channels, channels), dtype=torch.float32, device=queries.device)
@@ -188,6 +188,8 @@ def principal_basis(mean: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     streams, wide = energies.numel() // rank, padded(channels)
     width = min(wide, padded(2 * rank))
     block = torch.empty((streams, wide, width), dtype=torch.float32, device=mean.device)
+    options = LAUNCHES["principal_basis"].options
+    options["BLOCK_K"] = min(options["BLOCK_K"], wide)  # rows of the block that are read at once are its own
     with on_device(mean, "query moment"):
         principal_kernel[streams,](
             mean.contiguous(),
@@ -198,6 +200,6 @@ def principal_basis(mean: Tensor, rank: int) -> tuple[Tensor, Tensor]:
             rank,
             wide,
             width,
-            **LAUNCHES["principal_basis"].options,
+            **options,
         )
     return basis, energies

@@ -15,6 +15,7 @@ from typing import Any
 
 from quantwm_core.rotary import Turning
 from quantwm_models.errors import HostError
+from quantwm_models.geometry import shared_by
 from quantwm_models.patching import Setting, called_by, named
 from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
 from quantwm_models.rotary import turning_of
@@ -64,6 +65,7 @@ def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
             attention=attention,
             branch=guidance.branch,
             sink=sink,
+            ranks=lambda heads: shared_by(first.num_heads, heads) if hasattr(first, "num_heads") else 1,
             turning=turning,
             settings=() if guidance.generate is None else (Setting(pipeline, _GUIDED, guidance),),
         ),

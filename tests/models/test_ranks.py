@@ -1,0 +1,50 @@
+"""Several processes that share heads, tokens and weights: each seals its own, and nothing more is exchanged."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.models import ranks
+from tests.models.chunks import bits
+
+GPUS = 1 << max(0, torch.cuda.device_count().bit_length() - 1)
+GROUPS = [
+    pytest.param(2, "cpu", 48, id="gloo"),
+    pytest.param(
+        GPUS, "cuda", 2048, marks=[pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")], id="nccl"
+    ),
+]
+
+
+def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    different = [name for name in expected if bits(ours[name]) != bits(expected[name].cpu())]
+    assert not different
+
+
+def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What all ranks hold, heads behind one another."""
+    axes = {name: 0 if "coefficients" in name else 1 for name in parts[0]}  # those lie stream behind stream
+    return {name: torch.cat([part[name] for part in parts], dim=axis) for name, axis in axes.items()}
+
+
+@pytest.mark.parametrize(("count", "device", "tokens"), GROUPS)
+def test_ranks_seal_what_one_process_would(count: int, device: str, tokens: int, tmp_path: Path) -> None:
+    ranks.launch(ranks.seal, count, device, tmp_path, tokens)
+    sealed = {
+        share: [load_file(tmp_path / f"{share}-{rank}") for rank in range(count)] for share in ("heads", "tokens")
+    }
+    whole = ranks.stream(ranks.OWN_HEADS * count, tokens, torch.device(device))
+    alone = ranks.held(whole)
+    assert not any("sparse" in name for name in alone)
+    assert_same(joined(sealed["heads"]), alone)
+    for rank, ours in enumerate(sealed["tokens"]):
+        assert_same(ours, ranks.held([[each.chunk(count, dim=2)[rank] for each in chunk] for chunk in whole]))
+
+
+@pytest.mark.parametrize(("count", "device", "tokens"), GROUPS)
+def test_hosts_of_several_ranks_exchange_nothing_more(count: int, device: str, tokens: int, tmp_path: Path) -> None:
+    ranks.launch(ranks.serve, count, device, tmp_path)
