@@ -174,9 +174,9 @@ def test_compiled_layers_do_not_trace_the_cache(stage: type[Stage]) -> None:
         expected = bits(host.inference(0, 6))
     asked = [cache.queries.folded() for cache in attachment.caches]
 
-    with compiled(block.attn1 for block in host.transformer.blocks) as graphs:
-        with attach(host, "quantwm", iterations=2) as attachment:
-            assert bits(host.inference(0, 6)) == expected
+    layers = [block.attn1 for block in host.transformer.blocks]
+    with compiled(layers) as graphs, attach(host, "quantwm", iterations=2) as attachment:
+        assert bits(host.inference(0, 6)) == expected
     assert any("test_fastvideo.py" in graph for graph in graphs)
     assert not any("quantwm_models" in graph for graph in graphs)
     for cache, before in zip(attachment.caches, asked, strict=True):
