@@ -103,6 +103,17 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def sanitize(session: nox.Session) -> None:
+    """Let compute-sanitizer watch every kernel on a GPU: accesses out of bounds, and races in shared memory."""
+    install(session, *group("test"), through="kernels", extra="gpu")
+    for tool in ("memcheck", "racecheck"):
+        session.run(
+            "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "python", "-m", "tests.parity.sanitize",
+            external=True, env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        )  # fmt: skip
+
+
+@nox.session
 def hosts(session: nox.Session) -> None:
     """Hold adapters against live hosts: those on the index, and ``nox -s hosts -- --checkout NAME=PATH``; others are skipped."""
     install(
@@ -113,6 +124,8 @@ def hosts(session: nox.Session) -> None:
     )
     # What they ask for are servers, trainers and CUDA libraries; the extras above are what their models import.
     session.install("--no-deps", *HOSTS_ON_THE_INDEX, *ADAPTING, f"--editable={ROOT / 'docs' / 'anyflow'}")
+    if session.posargs:  # checkouts, which experiments load, too
+        session.install(f"--editable={folder('eval')}")
     pytest(session, *TWO_PROCESSES, "tests/hosts", **ONE_THREAD)
 
 

@@ -113,7 +113,8 @@ def random_tensor(kind: str, method: str, shape: tuple[int, int, int], generator
         arrays["super_scale"] = torch.full((1, heads), 2.0**-8, device=device)
     if method == "sharp":
         arrays["centroids"] = integers(0, 256, CENTROIDS, nibble_size(channels))
-        arrays["centroid_scales"] = normal(channels).abs() / 8
+        # A scale has so few significant bits that its products with integers are BF16 numbers.
+        arrays["centroid_scales"] = ((normal(channels).abs() / 8).view(torch.int16) & -8).view(torch.bfloat16)
         if kind == "keys":
             arrays["basis"] = normal(channels, SHARP_RANK) / channels**0.5
             arrays["coefficient_scales"] = normal(SHARP_RANK).abs() / 4
@@ -145,8 +146,11 @@ def check_parity(chunk: SealedChunk, keys: Tensor, values: Tensor) -> None:
             stop = min(start + 100, tokens)
             expected = to_torch(decode_tensor(core, start, stop).copy()).float()
             off = (out[:, :, start:stop].cpu().float() - expected).abs()
-            assert (off <= 2.0**-7 * expected.abs() + 1e-5).all(), (
-                f"{sealed.method}: off by {off.max()} in {start}:{stop}"
+            # A sum whose terms cancel keeps the rounding of its terms.
+            beyond = off - 2.0**-7 * expected.abs() - 2.0**-18 * expected.abs().max()
+            worst = beyond.argmax()
+            assert beyond.max() <= 0, (
+                f"{sealed.method}: {expected.flatten()[worst]} off by {off.flatten()[worst]} in {start}:{stop}"
             )
 
 
@@ -247,14 +251,26 @@ def peer_seconds(shape: tuple[int, int, int], copies: int, copier: Copier) -> fl
 
 def launches(method: str, usual: Launch, channels: int) -> Iterator[Launch]:
     """Launch parameters worth a try: 16 to 64 elements a thread."""
-    products = method in PRODUCTS
-    for tokens, warps in itertools.product((32, 64, 128) if products else (16, 32, 64), (1, 2, 4, 8)):
+    if method in PRODUCTS:
+        yield from product_launches(usual)
+        return
+    for tokens, warps in itertools.product((16, 32, 64), (1, 2, 4, 8)):
         if 16 <= tokens * channels / (32 * warps) <= 64:
             for programs, most, registers in itertools.product((4, 16, 32), (8, 32), (0, 96)):
                 yield replace(
                     usual, warps=warps, blocks={"BLOCK_TOKENS": tokens}, programs=programs, most_tiles=most,
                     registers=registers,
                 )  # fmt: skip
+
+
+def product_launches(usual: Launch) -> Iterator[Launch]:
+    """Of a product with a matrix: few sizes, because each takes seconds to compile, and several lengths of a program."""
+    for (tokens, warps, registers), (programs, most) in itertools.product(
+        ((64, 8, 0), (64, 4, 0), (64, 4, 168), (128, 8, 0)), ((2, 32), (4, 8), (4, 16), (4, 32), (8, 16))
+    ):
+        yield replace(
+            usual, warps=warps, blocks={"BLOCK_TOKENS": tokens}, programs=programs, most_tiles=most, registers=registers
+        )
 
 
 def described(launch: Launch) -> dict[str, int]:
@@ -314,6 +330,7 @@ def main() -> None:
     copier, known = Copier(device), environment()
     bandwidth = copier.bandwidth()
     print(f"{known['gpu']}, torch {known['torch']}, triton {known['triton']}: copy {bandwidth / 1e12:.2f} TB/s")
+    peers: dict[str, float | None] = {}
     methods = arguments.method or (("quantwm",) if arguments.sweep else METHODS)
     for name, method in itertools.product(arguments.shape or SHAPES, methods):
         subject = Subject(method, SHAPES[name], device)
@@ -322,12 +339,13 @@ def main() -> None:
             calls = subject.calls(launch)
             took = seconds(calls, copier)
             share = subject.nbytes / took / bandwidth
-            theirs = None if arguments.sweep else peer_seconds(SHAPES[name], len(subject.chunks), copier)
+            if not arguments.sweep and name not in peers:
+                peers[name] = peer_seconds(SHAPES[name], len(subject.chunks), copier)
             tried.append(
                 known
                 | {"shape": name, "method": method, "nbytes": subject.nbytes, "copy_bandwidth": bandwidth}
                 | {"seconds": took, "host_seconds": host_seconds(calls), "share_of_copy": share}
-                | {"peer_seconds": theirs}
+                | {"peer_seconds": peers.get(name)}
                 | {"launch": described(launch)}
             )
         for line in sorted(tried, key=lambda each: -each["seconds"])[-5:]:  # the best is shown last

@@ -105,7 +105,7 @@ def measure(recording: Recording, label: str, chunk_tokens: int) -> Score:
     """
     dump = recording.dump
     scheme = MethodChoice.parse(label).scheme(CHUNKS_PER_SEAL)
-    chunks = archive.compress(dump, scheme, chunk_tokens, recording.layer)
+    chunks = archive.compress(dump, scheme, chunk_tokens, recording.layer, recording.turning)
     tokens = dump.keys.shape[2]
     later = [chunk for chunk in chunks if chunk.start > 0 and chunk.stop < tokens]
     if not later:

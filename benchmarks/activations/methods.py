@@ -56,11 +56,20 @@ BASES = (
 )
 """How long a basis serves, in units of two chunks and of one."""
 
+AHEAD = tuple(
+    f"{method}:frames_ahead={frames}"
+    for method, choices in (
+        (PAPER, (12,)), (SHARP, (12,)), ("oscar", (12,)), ("klt:bits=1", (4, 12, 28)), ("klt:bits=1.5", (12,)), ("klt:bits=2", (12,)),
+    )
+    for frames in choices
+)  # fmt: skip
+"""Statistics turned to frames to come: the 12 that judge a unit, fewer and more. Only the demo world has a rotary embedding."""
+
 
 def labels(model: str) -> tuple[str, ...]:
     """What is measured on a model: every ablation and every basis on the demo world, the preset's three main ablations elsewhere."""
     ablations = (*ALONE, *WITHOUT) if model == "room" else WITHOUT[:3]
-    codes = (*TRANSFORMS, *BASES) if model == "room" else TRANSFORMS
+    codes = (*TRANSFORMS, *BASES, *AHEAD) if model == "room" else TRANSFORMS
     transforms = tuple(label for label in codes if label.partition(":")[0] in methods.names())
     wanted = (*BASELINES, PAPER, SHARP, *SMALLER, *ablations, *transforms)
     return tuple(dict.fromkeys(label.format(**SIZES[model]) for label in wanted))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quantwm_core.archive import Dump
+from quantwm_core.rotary import Turning
 from quantwm_kernels.bridge import to_numpy
 
 
@@ -19,6 +20,7 @@ class Recording:
         source: Which input: a window of text or speech, a scene.
         layer: Number of the layer.
         queries, keys, values: Any floating-point format.
+        turning: How positions turn queries, where they do.
     """
 
     model: str
@@ -27,6 +29,7 @@ class Recording:
     queries: Tensor
     keys: Tensor
     values: Tensor
+    turning: Turning | None = None
 
     @property
     def dump(self) -> Dump:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.activations.recording import Recording
+from quantwm_core.rotary import Turning
 from quantwm_eval.demo import model as world_model
 from quantwm_eval.demo import sampler
 from quantwm_eval.demo_host import DemoHost
@@ -42,9 +43,11 @@ def record(count: int) -> Iterator[Recording]:
     for episode in host.episodes("walk", range(count), FRAMES, degrees=100):
         with listening() as calls:
             host.generate([episode], [0], lambda: None)
-        layers = len(host.pipeline.model.blocks)
+        layers, model = len(host.pipeline.model.blocks), host.pipeline.model
+        turned = torch.atan2(model.sin[1, 0], model.cos[1, 0])  # the first token of frame 1: by time alone
+        turning = Turning(model.config.frame_tokens, tuple(turned.tolist()))
         passes = [0, *range(PASSES, len(calls) // layers, PASSES)]
         for layer in range(layers):
             chunks = [calls[layers * each + layer] for each in passes]
             queries, keys, values = (torch.cat(parts, dim=1).transpose(1, 2) for parts in zip(*chunks, strict=True))
-            yield Recording("room", f"scene {episode.scene}", layer, queries, keys, values)
+            yield Recording("room", f"scene {episode.scene}", layer, queries, keys, values, turning)

@@ -101,6 +101,19 @@ def test_a_tolerance_is_kept_with_the_fewest_rises(energies: np.ndarray, toleran
         assert left + worth * size > allowed * (1 - 1e-9)
 
 
+@given(energies=st.lists(_energies(st.just(4)), min_size=1, max_size=3), power=st.integers(-30, 30))
+def test_streams_with_a_level_in_common_need_not_know_of_each_other(energies: list[np.ndarray], power: int) -> None:
+    least = np.ldexp(1.0, power)
+    together = allocation.water_fill(energies, 8 * 4 * len(energies), least=least)
+    alone = [allocation.water_fill([each], 8 * 4, least=least)[0] for each in energies]
+    for own, joint, blocks in zip(alone, together, energies, strict=True):
+        if allocation.token_bytes(joint):  # a stream alone has a block in any case
+            assert own.tolist() == joint.tolist()
+        if allocation.token_bytes(own) > 2:
+            worth, _ = _last_rise(blocks, own)
+            assert worth >= least * (1 - 1e-9)
+
+
 def test_heads_that_share_bytes_give_them_to_the_loud_one() -> None:
     counts = allocation.water_fill([np.array([1e6, 1e5]), np.array([1.0, 0.1])], 8)
     assert allocation.token_bytes(counts[0]) == 8

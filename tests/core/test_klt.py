@@ -45,6 +45,39 @@ def test_a_target_error_is_met(tolerance: float) -> None:
     assert tolerance / 4 < errors < 1.3 * tolerance
 
 
+def test_a_level_sends_bits_where_queries_are_loud_and_no_head_knows_of_another() -> None:
+    keys, past = _recording()
+    loud = past.astype(np.float32) * np.array([1, 8], np.float32)[:, None, None]
+    moment = second_moment(loud, 2)
+    method = methods.get("klt", level=0.001)
+    sealed = method.seal("keys", keys, moment)
+    counts = sealed.arrays["blocks"]
+    quiet, noisy = (allocation.token_bytes(each) for each in counts[0])
+    assert noisy > 1.5 * quiet
+    alone = [
+        method.seal("keys", keys[:, head : head + 1], QueryMoment(moment.mean[:, head : head + 1], 256))
+        for head in (0, 1)
+    ]
+    assert [each.arrays["blocks"].tolist() for each in alone] == [counts[:, :1].tolist(), counts[:, 1:].tolist()]
+    joint = methods.get("klt", level=0.001, allocation="layer").seal("keys", keys, moment)
+    assert joint.arrays["blocks"].tolist() == counts.tolist()
+
+
+def test_a_level_is_an_error_of_logits_and_leaves_values_alone() -> None:
+    keys, past = _recording()
+    errors, plain = [], methods.get("klt").seal("values", keys)
+    for level in (0.003, 0.0003, 0.00003):
+        method = methods.get("klt", level=level)
+        sealed = method.seal("keys", keys, second_moment(past, 2))
+        exact = attention.logits(past, keys)
+        errors.append(float(np.square(attention.logits(past, decode_tensor(sealed)) - exact).mean()))
+        louder = methods.get("klt", level=4 * level).seal("keys", keys, second_moment(2 * past.astype(np.float32), 2))
+        assert louder.arrays["blocks"].tolist() == sealed.arrays["blocks"].tolist()
+        values = method.seal("values", keys)
+        assert all(np.array_equal(array, plain.arrays[name]) for name, array in values.arrays.items())
+    assert errors[0] > 2 * errors[1] > 4 * errors[2]
+
+
 def test_a_moment_of_few_queries_is_damped_as_little_as_one_likes() -> None:
     keys, past = _recording()
     few = past[:, :, :5]

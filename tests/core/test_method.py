@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -72,6 +74,22 @@ def test_what_is_given_wins_over_the_preset() -> None:
     assert chosen.keys == methods.get("quantwm", **{**settings, "rank": 16})
     assert chosen.chunks_per_seal == 3
     assert scheme("kivi", preset="paper").keys == methods.get("kivi", group_size=64)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", [["rtn"], None, 3, b"rtn"])
+def test_a_method_is_a_name(name: Any) -> None:
+    with pytest.raises(ParameterError, match="need the name of one"):
+        scheme(name)
+
+
+@pytest.mark.parametrize("name", ["rtn", "kivi", "qvg", "klt", "oscar", "kvtc"])
+def test_no_other_method_takes_parts_of_a_preset_that_is_whole(name: str) -> None:
+    with pytest.raises(ParameterError, match=f"preset 'sharp': {name} has no .*rank"):
+        scheme(name, preset="sharp")
+    with pytest.raises(ParameterError, match=f"preset 'sharp': {name} has no"):
+        scheme("quantwm", values=name, preset="sharp")
+    assert scheme("quantwm", values="bf16", preset="sharp").name == "quantwm+bf16"
 
 
 def test_names_and_settings_that_do_not_exist() -> None:

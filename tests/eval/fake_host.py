@@ -56,6 +56,7 @@ class FakeHost:
     kinds: tuple[str, ...] = ("walk", "look-away")
     frames: int = 40
     frame_rate: int = 4
+    chunks_per_seal: int = 2
     makes_batches: bool = True
     batches: list[int] = field(default_factory=list)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

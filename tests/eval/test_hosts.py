@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from quantwm_core.errors import FormatError, ParameterError, UnknownNameError
 from quantwm_core.method import scheme
-from quantwm_eval import cli, hosts, prompts, results
+from quantwm_eval import cli, hosts, results
 from quantwm_eval.demo_host import DemoHost
 from quantwm_eval.hosts import Setup
 from quantwm_eval.hosts.causal_forcing import CausalForcingHost
@@ -26,7 +26,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("quantwm_eval.hosts.causal_forcing.LATENT", fake_checkout.LATENT)
-    monkeypatch.setattr("quantwm_eval.hosts.causal_forcing.PIXELS", fake_checkout.PIXELS)
     with fake_checkout.imported(checkout):
         yield
 
@@ -113,15 +112,15 @@ def test_the_cache_comes_and_goes(checkout: Path) -> None:
     ("change", "message"),
     [
         ({"--frames": "46"}, "need one of 9, 21, 33, 45, 57, 69, 81 up to 81"),
-        ({"--frames": "93"}, "its own cache holds 21 latent frames"),
+        ({"--frames": "93"}, "makes whole chunks, 7 at most"),
         ({"--scenes": "0-2"}, "the suite has prompts 0 to 1"),
         ({"--kinds": "walk"}, "unknown kind of episode of host 'causal_forcing'"),
         ({"--batch": "2"}, "batch 2: host 'causal_forcing' makes one video at a time"),
-        ({"--size": "720p"}, "written for 480p"),
+        ({"--size": "720p"}, "host 'causal_forcing' is written for 480p"),
         ({"--checkout": "absent"}, "--checkout absent: there is no such"),
         ({"--weights": None}, "needs --weights PATH"),
         ({"--config": "absent.yaml"}, "there is no such file"),
-        ({"--host": "lingbot_world"}, "experiments cannot load it (they load causal_forcing, demo)"),
+        ({"--host": "sglang"}, "experiments cannot load it (they load causal_forcing, demo, hy_world,"),
         ({"--host": "causal_forcin"}, "did you mean 'causal_forcing'"),
         ({"--host": "demo"}, "the demo world has no use for it"),
     ],
@@ -146,7 +145,7 @@ def test_a_checkout_that_lacks_something_is_named(checkout: Path, tmp_path: Path
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     (tmp_path / "pickle.pt").write_bytes(b"\x80\x04")
     (tmp_path / "empty.txt").write_text("\n \n")
-    for name, message in (("other.safetensors", "not the generator's"), ("pickle.pt", "not safetensors")):
+    for name, message in (("other.safetensors", "not the weights of Generator"), ("pickle.pt", "not safetensors")):
         with pytest.raises(FormatError, match=message):
             load(Setup("cpu", checkout, tmp_path / name, given.inputs))
     with pytest.raises(FormatError, match="holds no prompt"):
@@ -169,16 +168,10 @@ def test_the_checkouts_pipeline_needs_its_libraries(checkout: Path, tmp_path: Pa
         hosts.get("causal_forcing")(Setup("cpu", bare, given.weights, given.inputs))
 
 
-def test_prompts_are_lines() -> None:
-    assert hosts.names() == ("causal_forcing", "demo")
+def test_every_host_of_the_paper_is_loaded_by_name() -> None:
+    assert hosts.names() == ("causal_forcing", "demo", "hy_world", "lingbot_world", "longcat_video", "matrix_game")
     with pytest.raises(UnknownNameError, match="did you mean 'demo'"):
         hosts.get("demos")
-
-
-def test_a_suite_must_be_text(tmp_path: Path) -> None:
-    (tmp_path / "suite.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(FormatError, match="not UTF-8"):
-        prompts.read(tmp_path / "suite.txt")
 
 
 def test_others_bring_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

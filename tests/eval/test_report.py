@@ -14,7 +14,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from quantwm_eval import figures, film, markdown, provenance, report, results, summary
+from quantwm_eval import figures, film, markdown, provenance, report, results, summary, tables
 from quantwm_eval.experiment import Experiment, MethodChoice
 from quantwm_eval.gallery import Gallery
 from quantwm_eval.metric import Quantity
@@ -318,3 +318,27 @@ def test_an_earlier_run_is_replaced_when_the_new_one_has_succeeded(tmp_path: Pat
     assert results.load(tmp_path / "results.jsonl").experiment == second
     assert made.files[0] == tmp_path / "results.jsonl"
     assert not list(tmp_path.glob("unfinished-*"))
+
+
+def test_a_dash_says_why() -> None:
+    names = ("psnr", "memory", "selection_shift", "object_permanence", "peak_memory")
+
+    def told(samples: int, per_seal: int, without: str = "") -> str:
+        wanted = Experiment(
+            METHODS[:2],
+            scenes=(0,),
+            frames=4,
+            chunks_per_seal=per_seal,
+            samples=samples,
+            metrics=names,
+            kinds=("walk",),
+        )
+        cells = tuple(outcome.cell for outcome in run(wanted, FakeHost()) if outcome.cell.method != without)
+        found = Results(wanted, provenance.collect(()), cells)
+        return "\n".join((tables.text(found), markdown.render(found, "any"), *map(str, report.cards(found))))
+
+    assert "– (no query was sampled)" in told(samples=0, per_seal=1)
+    assert "– (nothing sealed was read)" in told(samples=4, per_seal=2)
+    assert "– (nothing was sealed)" in told(samples=4, per_seal=9)
+    assert "– (not run yet)" in told(samples=4, per_seal=1, without="rtn")
+    assert "– (" not in told(samples=4, per_seal=1).replace("– (no", "–")

@@ -1,15 +1,19 @@
 """VBench as a program of another environment: a stand-in that answers as version 0.1.5 does, and ones that fail."""
 
 import json
+import os
+import subprocess
 import sys
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from quantwm_core.errors import FormatError, StateError, UnknownNameError
-from quantwm_eval import cli, vbench
+from quantwm_eval import cli, film, vbench
 from quantwm_eval.hosts import Setup
+from quantwm_eval.metrics.temporal_flickering import temporal_flickering
 from quantwm_eval.vbench import Scores
 from tests.eval.fake_host import FakeHost
 
@@ -166,3 +170,26 @@ def test_a_program_that_is_no_program_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vbench").write_text("not executable")
     with pytest.raises(StateError, match="holds no command"):
         vbench.find(tmp_path / "vbench")
+
+
+IN_ITS_ENVIRONMENT = """
+import sys
+import numpy as np
+from vbench.temporal_flickering import cal_score, get_frames
+np.save(sys.argv[2], np.stack(get_frames(sys.argv[1])))
+print(repr(cal_score(sys.argv[1])))
+"""
+
+
+@pytest.mark.skipif("QUANTWM_VBENCH" not in os.environ, reason="QUANTWM_VBENCH names no environment of VBench")
+def test_temporal_flickering_is_vbenchs_own_to_the_last_bit(tmp_path: Path) -> None:
+    python = Path(os.environ["QUANTWM_VBENCH"]) / "bin" / "python"
+    draw = np.random.default_rng(0)
+    frames = draw.integers(0, 256, (9, 48, 64, 3), dtype=np.uint8)
+    (tmp_path / "noise.mp4").write_bytes(film.encode(frames, 8))
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    asked = [str(python), "-c", IN_ITS_ENVIRONMENT, str(tmp_path / "noise.mp4"), str(tmp_path / "read.npy")]
+    ended = subprocess.run(asked, capture_output=True, text=True, check=True, env=plain)  # the user's own
+    read = np.load(tmp_path / "read.npy")
+    assert read.shape == frames.shape
+    assert temporal_flickering(read) == float(ended.stdout.splitlines()[-1])

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from quantwm_core.errors import StateError
 from quantwm_models import CacheObserver, LayerCache, adapters, attach
 from quantwm_models.adapters.hy_world import HyWorld
 from quantwm_models.errors import HostError
 from tests.models import hy_world_host
+from tests.models.asked import Asked
 from tests.models.chunks import bits
 from tests.models.hy_world_host import CHANNELS, CHUNK, FRAME, HEADS, HunyuanVideo_1_5_Pipeline, WanPipeline
 
@@ -152,6 +154,35 @@ def test_the_first_cache_of_each_video_knows_the_first_chunk(name: str) -> None:
     assert again is not None
     assert afresh is not None
     assert (again.queries, bits(again.mean)) == (afresh.queries, bits(afresh.mean))
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("name", HOSTS)
+def test_observers_see_what_queries_of_both_kinds_ask_of_a_history(name: str, once: bool) -> None:
+    host, exact, rough = HOSTS[name](), Asked(), Asked()
+    for method, asked in (("bf16", exact), ("rtn", rough)):
+        with attach(host, method, adapter=HyWorld(once=once), observers=[asked]):
+            host.video(0, 3)
+    prompts = 2 if "guided" in name else 1
+    assert len(exact.same) == prompts * 2 * 2 * 2 * 2  # chunks with a history, steps, layers, kinds
+    assert all(exact.same)
+    assert not any(rough.same)
+
+
+def test_logits_that_observers_find_are_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, asked, computed = WanPipeline(layers=1), Asked(), []
+
+    def attending(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if k.shape[2] > q.shape[2]:
+            computed.append(q.float() @ k.float()[:, :, : -q.shape[2]].mT * q.shape[-1] ** -0.5)
+        return scaled_dot_product_attention(q, k, v)
+
+    monkeypatch.setattr(hy_world_host, "scaled_dot_product_attention", attending)
+    with attach(host, "bf16", observers=[asked]):
+        host.video(0, 2)
+    found = [torch.cat(pair) for pair in zip(asked.logits[::2], asked.logits[1::2], strict=True)]
+    assert len(found) == len(computed) == 2
+    torch.testing.assert_close(found, computed, rtol=0.02, atol=0.02)
 
 
 def test_prompts_have_caches_of_their_own() -> None:

@@ -13,6 +13,7 @@ from quantwm_models.adapters.longcat_video import LongCatVideo
 from quantwm_models.errors import HostError
 from quantwm_models.rebuilt import Sealed
 from quantwm_models.rotary import before_rotation
+from tests.models.asked import Asked
 from tests.models.chunks import bits, compensated
 from tests.models.longcat_host import CHANNELS, HEADS, TOKENS, LongCatVideoPipeline
 
@@ -118,9 +119,22 @@ def test_keys_are_weighed_before_their_rotation() -> None:
     turned = cache.key_frame(moment, unit)
     assert torch.equal(turned.mean, before_rotation(moment, angles).mean)
     assert not torch.allclose(turned.mean, moment.mean, rtol=0.05)
-    # The history of the second segment is the first.
+    # The history of the second segment is the first, shown as attention sees it.
     _, before, _ = host.dit.blocks[0].attn._project(made[:, : FRAMES * TOKENS])
-    assert torch.equal(frames.keys[-1], before)
+    _, after = host.dit.blocks[0].attn.rope_3d(before, before, (FRAMES, 2, TOKENS // 2))
+    assert torch.equal(frames.keys[-1], after)
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_observers_see_what_each_prompt_asks_of_a_history(guided: bool) -> None:
+    host, exact, rough = LongCatVideoPipeline(layers=1, guided=guided), Asked(), Asked()
+    for method, asked in (("bf16", exact), ("rtn", rough)):
+        with attach(host, method, observers=[asked]):
+            host.video(0, 2)
+    assert len(exact.same) == len(rough.same) == 2 * 2 * (1 + guided)  # segments, steps, prompts
+    assert all(exact.same)
+    assert not any(rough.same)
+    assert not torch.equal(exact.logits[0], rough.logits[0])
 
 
 def test_without_a_cache_the_host_is_left_alone() -> None:

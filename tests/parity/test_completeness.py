@@ -43,6 +43,7 @@ WITHOUT_NAMESAKE = {
     "triton.sealing": "all of a layer in shared launches",
     "triton.compensation": "the reading half of psac",
     "triton.reading": "many units in one launch",
+    "triton.replay": "launches are recorded, not computed",
     "triton.tile": "the reading half of clustered, minmax and psac",
     "triton.transform_sealing": "transform on a device, all streams together",
     "methods.begin_chunk": "NumPy seals at once",

@@ -389,6 +389,14 @@ def test_a_basis_that_needs_more_bytes_for_the_same_error_is_renewed(device: tor
     assert after.arrays["codes"].nbytes == fresh.arrays["codes"].nbytes < first[0].arrays["codes"].nbytes / 2
 
 
+def test_a_level_gives_the_same_bits(device: torch.device) -> None:
+    unit, moment = strategies.unit(("normal", "clusters"), 1, 65, 64), strategies.moment(3, 2, 64)
+    method = core_methods.get("klt", level=0.01)
+    (sealed,) = begin(device, [(method, "keys", unit)], moment).wait()
+    check(sealed, unit, method, "keys", moment)
+    assert sealed.arrays["blocks"].tolist() == method.seal("keys", unit, moment).arrays["blocks"].tolist()
+
+
 def test_a_moment_of_few_queries_is_damped_as_little_as_one_likes(device: torch.device) -> None:
     unit, moment = strategies.unit(("normal",), 1, 65, 64), strategies.moment(3, 1, 64, rank=2)
     assert np.linalg.eigvalsh(moment.mean).min() < 0
@@ -447,7 +455,7 @@ def test_nothing_is_waited_for_while_a_chunk_is_begun(gpu: torch.device) -> None
     moment = QueryMoment(torch.randn(1, 4, 200, 128, device=gpu).mT @ torch.randn(1, 4, 200, 128, device=gpu), 200)
     moment = QueryMoment(moment.mean @ moment.mean.mT, 200)
     schemes = [*(make_scheme(name) for name in core_methods.names()), make_scheme("quantwm", preset="sharp")]
-    for scheme in schemes:  # compiled, and pinned memory cached
+    for scheme in (*schemes, *schemes):  # compiled, then recorded, and pinned memory cached
         methods.seal_chunk(scheme, keys, values, moment)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

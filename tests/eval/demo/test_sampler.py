@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quantwm_core.errors import QuantWMError
 from quantwm_eval.demo import model as model_module
 from quantwm_eval.demo.config import ModelConfig, denormalize, normalize
 from quantwm_eval.demo.episodes import random_walk
@@ -182,8 +183,9 @@ def test_progress_is_told_after_every_chunk() -> None:
     ],
 )
 def test_bad_input_is_refused(first_frames: Tensor, actions: Tensor, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(WorldInputError, match=message):
+    with pytest.raises(WorldInputError, match=message) as raised:
         tiny().generate(first_frames, actions, **options)
+    assert isinstance(raised.value, QuantWMError)
 
 
 @pytest.mark.parametrize(("window", "sink"), [(0, 0), (4, 0), (2, 5), (2, -1)])

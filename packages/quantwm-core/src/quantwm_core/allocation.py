@@ -80,7 +80,7 @@ def widths(counts: Sequence[int] | UInt8[np.ndarray, "3"]) -> Int64[np.ndarray, 
 
 
 def water_fill(
-    energies: Sequence[Float64[np.ndarray, " _blocks"]], nbytes: int, tolerance: float = 0.0
+    energies: Sequence[Float64[np.ndarray, " _blocks"]], nbytes: int, tolerance: float = 0.0, least: float = 0.0
 ) -> UInt8[np.ndarray, "streams 3"]:
     """Give bytes, one rise of a block after the other, where a byte takes most off the distortion.
 
@@ -88,6 +88,7 @@ def water_fill(
         energies: Of each stream that the bytes are shared by, blocks in descending order.
         nbytes: Bytes of a token of all streams together; all are spent if they can be.
         tolerance: Stop before that, but not without a block, once the distortion is this share of the energy.
+        least: Likewise, once a byte takes less than this off the distortion.
 
     Returns:
         Blocks of 8, 4 and 2 bits, uint8 ``[streams, 3]``.
@@ -103,7 +104,7 @@ def water_fill(
     left = sum(float(each.sum()) for each in energies)
     allowed, spent = tolerance * left, 0
     for worth, level, stream, block in rises:
-        if left <= allowed and tolerance > 0 and spent:
+        if spent and (worth < least or (left <= allowed and tolerance > 0)):
             break
         low, high = _STEPS[level]
         fits = spent + high - low <= nbytes and reached[stream, level] == block

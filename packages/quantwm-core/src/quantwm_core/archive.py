@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quantwm_core import domain, method, methods
+from quantwm_core import domain, method, methods, rotary
 from quantwm_core.chunk import SealedChunk
 from quantwm_core.errors import FormatError, ParameterError, ShapeError
 from quantwm_core.method import Scheme
+from quantwm_core.rotary import Turning
 from quantwm_core.statistics import QueryMoment, QueryStatistics, second_moment
 from quantwm_core.stream import Stream
 
@@ -59,7 +60,9 @@ def collect(arrays: Mapping[str, np.ndarray]) -> dict[int, Dump]:
     return {number: Dump(**parts) for number, parts in sorted(layers.items())}
 
 
-def compress(dump: Dump, scheme: Scheme, chunk_tokens: int, layer: int = 0) -> list[SealedChunk]:
+def compress(
+    dump: Dump, scheme: Scheme, chunk_tokens: int, layer: int = 0, turning: Turning | None = None
+) -> list[SealedChunk]:
     """Seal a recording chunk by chunk.
 
     Args:
@@ -67,13 +70,14 @@ def compress(dump: Dump, scheme: Scheme, chunk_tokens: int, layer: int = 0) -> l
         scheme: How they are stored.
         chunk_tokens: Tokens that the model generates at once; a shorter last chunk is fine.
         layer: Number, for messages.
+        turning: How positions turn queries, for schemes that look ahead (``frames_ahead``).
 
     Returns:
         Sealed units in order; what no unit takes in (an incomplete unit, KIVI's newest tokens) follows as BF16.
 
     Raises:
         ShapeError, DtypeError, DomainError: The recording cannot be sealed.
-        ParameterError: ``chunk_tokens`` is below 1.
+        ParameterError: ``chunk_tokens`` is below 1, or the scheme looks ahead without a turning.
 
     >>> rng = np.random.default_rng(0)
     >>> keys = rng.normal(size=(1, 2, 96, 32)).astype(np.float32)
@@ -82,6 +86,8 @@ def compress(dump: Dump, scheme: Scheme, chunk_tokens: int, layer: int = 0) -> l
     """
     if chunk_tokens < 1:
         raise ParameterError(f"chunk of {chunk_tokens} tokens: need at least 1")
+    scheme.check_turning(turning)
+    ahead = turning if scheme.frames_ahead else None
     _check(dump, chunk_tokens, layer)
     statistics = QueryStatistics()
     pasts: list[tuple[int, QueryMoment | None]] = []  # what was known when each group of chunks began
@@ -95,11 +101,14 @@ def compress(dump: Dump, scheme: Scheme, chunk_tokens: int, layer: int = 0) -> l
         end = min(begin + chunk_tokens, tokens)
         stream = stream.append(end - begin).complete()
         if dump.queries is not None:
-            statistics = statistics.observe(second_moment(dump.queries[:, :, begin:end], dump.keys.shape[1]))
+            asked = dump.queries[:, :, begin:end]
+            statistics = statistics.observe(_moment(asked, dump.keys.shape[1], begin, ahead))
         for unit in stream.due():
             label = f"layer {layer}, tokens {unit.start} to {unit.stop}"
             keys, values = dump.keys[:, :, slice(*unit)], dump.values[:, :, slice(*unit)]
             past = next(known for start, known in reversed(pasts) if start <= unit.start)
+            if ahead is not None and past is not None:
+                past = rotary.coming_moment(past, unit.stop, scheme.frames_ahead, ahead)
             chunks.append(scheme.seal(keys, values, past, chunks[-1] if chunks else None, unit.start, label))
         stream = stream.sealed()
     if stream.sealed_end < tokens:
@@ -151,6 +160,13 @@ def rows(layers: Mapping[int, list[SealedChunk]]) -> Iterator[dict[str, int | st
                 "bf16_bytes": chunk.bf16_nbytes,
                 "ratio": round(chunk.bf16_nbytes / nbytes, 3),
             }
+
+
+def _moment(queries: np.ndarray, kv_heads: int, start: int, turning: Turning | None) -> QueryMoment:
+    """Of queries from token ``start``: as they were asked, or as in frame 0."""
+    if turning is None:
+        return second_moment(queries, kv_heads)
+    return rotary.still_moment(queries, kv_heads, start, turning)
 
 
 def _check(dump: Dump, chunk_tokens: int, layer: int) -> None:

@@ -11,6 +11,7 @@ from jaxtyping import BFloat16, Float
 from quantwm_core import domain, methods, statistics
 from quantwm_core.chunk import Kind, Parameter, SealedChunk, SealedTensor
 from quantwm_core.errors import FormatError, ParameterError, ShapeError, lookup
+from quantwm_core.rotary import Turning
 from quantwm_core.statistics import QueryMoment
 
 PRESETS: dict[str, dict[str, Parameter]] = {
@@ -23,6 +24,9 @@ PRESETS: dict[str, dict[str, Parameter]] = {
     },
 }  # fmt: skip
 """Named settings of :func:`scheme`; ``paper`` is what the QuantWM paper measures with, ``sharp`` what lost least here."""
+
+WHOLE = ("sharp",)
+"""Presets that are refused where a method beside ``bf16`` would take a part of them: a rival with half of it is no rival."""
 
 
 @runtime_checkable
@@ -80,17 +84,23 @@ class Scheme:
         keys, values: Methods.
         chunks_per_seal: Chunks that form a sealed unit.
         decay: Forgetting of query statistics at each seal; None counts all queries equally.
+        frames_ahead: Frames to come that query statistics are turned to, see :mod:`quantwm_core.rotary`; 0 takes queries as they
+            were asked. Needs to know how the host's positions turn queries.
     """
 
     keys: Method
     values: Method
     chunks_per_seal: int = 1
     decay: float | None = None
+    frames_ahead: int = 0
 
     def __post_init__(self) -> None:
         per_seal: object = self.chunks_per_seal  # what came may be no number at all
         if not isinstance(per_seal, int) or isinstance(per_seal, bool) or per_seal < 1:
             raise ParameterError(f"chunks_per_seal {per_seal!r}: need a whole number of at least 1")
+        ahead: object = self.frames_ahead
+        if not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0:
+            raise ParameterError(f"frames_ahead {ahead!r}: need a whole number of at least 0")
         statistics.check_decay(self.decay)
 
     @property
@@ -102,6 +112,14 @@ class Scheme:
     def uses_queries(self) -> bool:
         """Whether either method makes anything of query statistics."""
         return self.keys.uses_queries("keys") or self.values.uses_queries("values")
+
+    def check_turning(self, turning: Turning | None) -> None:
+        """Raise :class:`ParameterError` where statistics are to be turned to coming frames, and nobody knows how."""
+        if self.frames_ahead and self.uses_queries and turning is None:
+            raise ParameterError(
+                f"frames_ahead {self.frames_ahead}: nothing is known here of how positions turn queries; give a turning, or "
+                "leave frames_ahead at 0"
+            )
 
     @property
     def name(self) -> str:
@@ -194,6 +212,7 @@ def scheme(
     preset: str | None = None,
     chunks_per_seal: int | None = None,
     decay: float | None = None,
+    frames_ahead: int = 0,
     **parameters: Parameter,
 ) -> Scheme:
     """Choose how a cache is stored.
@@ -203,12 +222,13 @@ def scheme(
         keys, values: Another method for one tensor; ``scheme("quantwm", values="bf16")`` is the paper's K2V16.
         preset: Named settings, see :data:`PRESETS`; what is given explicitly wins.
         chunks_per_seal: Chunks per sealed unit; 1 unless the preset says otherwise.
-        decay: See :class:`Scheme`.
+        decay, frames_ahead: See :class:`Scheme`.
         parameters: Settings of the methods, such as ``rank=16``; each goes to the methods that know it.
 
     Raises:
         UnknownNameError: No such method or preset.
-        ParameterError: No chosen method knows a parameter, or a value is out of range.
+        ParameterError: A method is no name, no chosen method knows a parameter, a value is out of range, or a method would
+            take only a part of a preset that is whole or nothing.
 
     >>> scheme("quantwm", values="bf16", rank=16).name
     'quantwm+bf16'
@@ -216,6 +236,9 @@ def scheme(
     2
     """
     names = (method if keys is None else keys, method if values is None else values)
+    for name in names:
+        if not isinstance(name, str):
+            raise ParameterError(f"method {name!r}: need the name of one, as 'quantwm'")
     known = [methods.parameter_names(name) for name in names]
     for parameter in parameters:
         if not any(parameter in own for own in known):
@@ -223,10 +246,16 @@ def scheme(
             raise ParameterError(f"{'+'.join(dict.fromkeys(names))} has no parameter {parameter!r}; known: {choices}")
     settings: dict[str, Any] = dict(PRESETS[lookup("preset", preset, PRESETS)]) if preset is not None else {}
     preset_per_seal = settings.pop("chunks_per_seal", 1)
+    for name, own in zip(names, known, strict=True):
+        lacking = sorted(settings.keys() - set(own))
+        if preset in WHOLE and lacking and name != "bf16":
+            raise ParameterError(
+                f"preset {preset!r}: {name} has no {', '.join(lacking)}, and parts of the preset are not taken; it is one of quantwm"
+            )
     per_seal = preset_per_seal if chunks_per_seal is None else chunks_per_seal
     settings |= parameters
     pair = [
         methods.get(name, **{key: value for key, value in settings.items() if key in own})
         for name, own in zip(names, known, strict=True)
     ]
-    return Scheme(pair[0], pair[1], per_seal, decay)
+    return Scheme(pair[0], pair[1], per_seal, decay, frames_ahead)

@@ -8,19 +8,25 @@ from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from quantwm_core.errors import ParameterError
 
 
 @contextmanager
-def inside(folder: Path) -> Iterator[None]:
+def inside(folder: Path, *within: str) -> Iterator[None]:
     """Import from a checkout, and read the files that it names relative to itself.
 
     The checkout stays importable afterwards: its code imports on as it runs.
+
+    Args:
+        folder: The checkout.
+        within: Folders of it that its modules are imported from, too.
     """
     root = str(folder.resolve())
-    if root not in sys.path:
-        sys.path.insert(0, root)
+    for place in (*(str(Path(root, name)) for name in within), root):
+        if place not in sys.path:
+            sys.path.insert(0, place)
     with chdir(root):
         yield
 
@@ -53,3 +59,16 @@ def module(folder: Path, name: str) -> ModuleType:
             f"--checkout {folder}: {name!r} was imported from {places[0]}; the checkout has no such module"
         )
     return found
+
+
+def config(folder: Path, *paths: str | Path) -> Any:
+    """Read configurations of a checkout as its own scripts do, later ones over earlier ones; call it inside.
+
+    Raises:
+        ParameterError: A file is not there, or OmegaConf, which hosts read theirs with, is missing.
+    """
+    for path in paths:
+        if not Path(path).is_file():
+            raise ParameterError(f"--config {path}: there is no such file in {folder}; name one with --config")
+    reader = library(folder, "omegaconf").OmegaConf
+    return reader.merge(*(reader.load(path) for path in paths))

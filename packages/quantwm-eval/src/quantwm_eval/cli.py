@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from quantwm_core.errors import QuantWMError
 from quantwm_eval import __version__
-from quantwm_eval.commands import compare, demo, evaluate, report
+from quantwm_eval.commands import bench, compare, demo, evaluate, report
 from quantwm_eval.commands.answer import FAILED, INTERRUPTED, Answer
 
 KEEPING = ("demo", "eval")
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="quantwm", description="Compressed caches for video world models, measured.")
     top.add_argument("--version", action="version", version=f"quantwm {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, evaluate, report, compare):
+    for command in (demo, evaluate, report, compare, bench):
         command.add(commands)
     return top
 

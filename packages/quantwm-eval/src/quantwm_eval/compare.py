@@ -100,6 +100,8 @@ def score(pair: Pair, wanted: Sequence[str]) -> Score:
         UnknownNameError: There is no such metric.
     """
     chosen = [metrics.get(name) for name in wanted]
+    if not chosen:
+        raise ParameterError(f"metrics: got none, need at least one of {', '.join(names())}")
     for metric in chosen:
         if not metric.pictorial:
             raise ParameterError(f"metric {metric.name!r} needs {', '.join(metric.needs)}; comparing takes {names()}")
@@ -144,7 +146,10 @@ def table(scores: Sequence[Score], wanted: Sequence[str]) -> str:
     heads = ("of the reference" if alone else summary.head(quantity) for quantity, alone in columns)
     rows = [["video", "frames", *heads]]
     for one, line in zip(scores, figures, strict=True):
-        shown = [summary.entry(q, bootstrap([x]), best=False).text for (q, _), x in zip(columns, line, strict=True)]
+        shown = [
+            summary.entry(quantity, bootstrap([value]), best=False, why="no two frames to compare").text
+            for (quantity, _), value in zip(columns, line, strict=True)
+        ]
         rows.append([one.pair.name, str(one.frames), *shown])
     if len(scores) > 1:
         per_column = zip(columns, zip(*figures, strict=True), strict=True)

@@ -39,6 +39,7 @@ class DemoHost:
     kinds: tuple[str, ...] = ("walk", "look-away")
     frames = 40
     frame_rate = 8
+    chunks_per_seal = 2
     makes_batches = True
 
     def __init__(self, pipeline: WorldPipeline | None = None, device: str = "cpu") -> None:

@@ -76,6 +76,8 @@ def build(chosen: Mapping[str, Any]) -> Experiment:
 
 def _setting(key: str, value: Any) -> Any:
     if key == "methods":
+        if value == []:
+            raise ParameterError("methods = []: need at least one; 'bf16' alone runs the control")
         return tuple(map(_method, _list(key, value, (str, dict))))
     if key == "scenes":
         return tuple(range(value)) if _whole(value) else _list(key, value, (int,))

@@ -109,14 +109,14 @@ def find(path: Path) -> dict[str, Footage]:
         return {"": Footage(path)}
     found: dict[str, Footage] = {}
     for entry in sorted(path.iterdir()):
-        stills = _stills_of(entry) if entry.is_dir() else ()
+        stills = stills_of(entry) if entry.is_dir() else ()
         if not (stills or (entry.is_file() and entry.suffix.lower() in FILMS)):
             continue
         name = entry.name if stills else entry.stem
         if name in found:
             raise FormatError(f"{path}: {entry.name} and {found[name].path.name} bear one name; rename one of them")
         found[name] = Footage(entry, stills)
-    stills = _stills_of(path)
+    stills = stills_of(path)
     if stills and found:
         raise StateError(
             f"{path}: holds pictures and videos ({next(iter(found))}); keep frames in a folder of their own"
@@ -128,7 +128,7 @@ def find(path: Path) -> dict[str, Footage]:
     return {"": Footage(path, stills)} if stills else found
 
 
-def _stills_of(folder: Path) -> tuple[Path, ...]:
+def stills_of(folder: Path) -> tuple[Path, ...]:
     """Pictures of a folder in the order of the numbers in their names; of the names, where none has a number.
 
     Raises:
@@ -140,10 +140,10 @@ def _stills_of(folder: Path) -> tuple[Path, ...]:
         raise FormatError(
             f"{min(unnumbered)}: has no number as the other frames have, so its place is not known; rename or move it"
         )
-    return tuple(sorted(stills, key=lambda still: _in_order(still.name)))
+    return tuple(sorted(stills, key=lambda still: in_order(still.name)))
 
 
-def _in_order(name: str) -> list[tuple[int, str]]:
+def in_order(name: str) -> list[tuple[int, str]]:
     """Key that puts frame_10 behind frame_9."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if index % 2 else (-1, part) for index, part in enumerate(parts)]

@@ -69,6 +69,7 @@ class Host(Protocol):
         kinds: Kinds of episodes that it can do.
         frames: Frames of a video where nobody says otherwise.
         frame_rate: Frames a second.
+        chunks_per_seal: Chunks per sealed unit, likewise.
         device: Where it runs.
         makes_batches: Whether it makes several videos together.
     """
@@ -77,6 +78,7 @@ class Host(Protocol):
     kinds: tuple[str, ...]
     frames: int
     frame_rate: int
+    chunks_per_seal: int
     device: torch.device
     makes_batches: bool
 

@@ -16,6 +16,20 @@ from typing import Literal
 from quantwm_eval.evidence import Curve, Evidence, Frames, Map
 from quantwm_eval.tally import Tally
 
+LACKING = {
+    "reference": "no reference video",
+    "look_away": "no look-away test",
+    "recording": "no query was sampled",
+    "cache": "no cache was followed",
+    "seconds": "no time was taken",
+    "truth": "no true video",
+    "peak_bytes": "no GPU",
+}
+"""Why a metric says nothing where a part of the evidence is not at hand, in words."""
+
+BLANK = {"recording": "nothing sealed was read", "cache": "nothing was sealed", "reference": "no two frames to compare"}
+"""Why it found nothing where the part is at hand."""
+
 
 @dataclass(frozen=True)
 class Quantity:
@@ -111,6 +125,16 @@ class Metric:
     def installed(self) -> bool:
         """Whether what it needs beside evidence is there."""
         return not self.lacks
+
+    @property
+    def lacking(self) -> str:
+        """Why it says nothing where the evidence is not at hand, in words."""
+        return ", ".join(LACKING.get(part, f"no {part}") for part in self.needs)
+
+    @property
+    def blank(self) -> str:
+        """Why its figures are NaN, where they are, in words."""
+        return next((BLANK[part] for part in self.needs if part in BLANK), "nothing to measure")
 
     @property
     def pictorial(self) -> bool:

@@ -240,12 +240,13 @@ def _sealed_tokens(exact: Sequence[_Unit], spans: Sequence[Span], block: int) ->
         offset += read.tokens
     if not parts:
         return None
-    tokens = tokens_of([part.span for part in parts])
+    tokens, rest = tokens_of([part.span for part in parts]), gaps(columns, offset)
+    end = spans[-1].stop if rest else spans[-1].stop + block  # a host that rebuilds its cache holds what it makes apart
     return Sealed(
         tuple(columns),
-        gaps(columns, offset),
+        rest,
         torch.cat([part.keys for part in parts], 2).float(),
         torch.cat([part.values for part in parts], 2).float(),
-        ages(tokens, spans[-1].stop, block),
+        ages(tokens, end, block),
         tokens // block,
     )

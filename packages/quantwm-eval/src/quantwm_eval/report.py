@@ -98,7 +98,7 @@ def page(results: Results, gallery: Gallery, reels: Sequence[Reel], more: Sequen
 def headline(results: Results) -> str:
     """The run in a sentence: what is left of the ball, method by method."""
     found = cards(results)
-    if all(card.balls == "–" for card in found):
+    if all(card.balls.startswith("–") for card in found):
         return "PSNR against BF16: " + ", ".join(f"{card.label} {card.quality}" for card in found)
     told = ", ".join(f"{card.label} {card.balls}" for card in found)
     return f"Balls redrawn after looking {results.experiment.degrees}° away and back: {told}"
@@ -112,7 +112,9 @@ def cards(results: Results) -> list[Card]:
     def text(label: str, name: str, of: str) -> str:
         if name not in known:
             return "–"
-        return summary.entry(known[name], summary.estimate(results, of, label, name), best=False).text
+        found = summary.estimate(results, of, label, name)
+        lacking = "" if found.n or of not in results.experiment.kinds else summary.why(results, of, label, name)
+        return summary.entry(known[name], found, best=False, why=lacking).text
 
     return [
         Card(

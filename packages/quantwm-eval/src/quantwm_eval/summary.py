@@ -92,6 +92,19 @@ def estimate(results: Results, kind: str, method: str, quantity: str) -> Estimat
     return proportion(found) if quantity in COUNTED else bootstrap(found)
 
 
+def why(results: Results, kind: str, method: str, quantity: str) -> str:
+    """Why there is no estimate of a quantity, in words."""
+    (metric,) = (
+        metric
+        for metric in map(metrics.get, results.experiment.metrics)
+        if quantity in (one.name for one in metric.quantities)
+    )
+    cells = [cell for cell in results.cells if (cell.kind, cell.method) == (kind, method)]
+    if not cells:
+        return "not run yet"
+    return metric.blank if any(quantity in cell.measurement.values for cell in cells) else metric.lacking
+
+
 def main_columns(results: Results) -> list[tuple[Quantity, str]]:
     """Quantities of the main table, each with the kind of episode that it is taken from."""
     kinds, known = results.experiment.kinds, quantities(results)
@@ -129,8 +142,13 @@ def _table(results: Results, title: str, columns: Sequence[tuple[Quantity, str]]
         (
             label,
             tuple(
-                entry(quantity, found, label in rivals and found.mean == top)
-                for (quantity, _), found, top in zip(columns, grid[label], best, strict=True)
+                entry(
+                    quantity,
+                    found,
+                    label in rivals and found.mean == top,
+                    "" if found.n else why(results, kind, label, quantity.name),
+                )
+                for (quantity, kind), found, top in zip(columns, grid[label], best, strict=True)
             ),
         )
         for label in labels
@@ -153,14 +171,14 @@ def head(quantity: Quantity) -> str:
     return f"{quantity.label}{unit}{arrow}"
 
 
-def entry(quantity: Quantity, found: Estimate, best: bool) -> Entry:
-    """An estimate as text.
+def entry(quantity: Quantity, found: Estimate, best: bool, why: str = "") -> Entry:
+    """An estimate as text; where there is none a dash, and why.
 
     >>> entry(Quantity("psnr", "PSNR", "dB", "higher"), Estimate(30.123, 29.0, 31.0, 8), best=True)
     Entry(text='30.12', interval='29.00–31.00', best=True)
     """
     if found.n == 0:
-        return Entry("–", "", best=False)
+        return Entry(f"– ({why})" if why else "–", "", best=False)
     if quantity.name in COUNTED:
         text = f"{round(found.mean * found.n)} of {found.n}"
         return Entry(text, f"{100 * found.low:.0f}–{100 * found.high:.0f} %", best)

@@ -37,7 +37,8 @@ def text(results: Results, against: str | None = None, everything: bool = False)
         heads = ["method", "n", "mean", "95 % interval"]
         lines = [heads if against is None else [*heads, f"minus {against}", "95 % interval"]]
         for row in paired.rows(results, quantity, kind, against):
-            shown = summary.entry(quantity, row.found, best=False)
+            lacking = "" if row.found.n else summary.why(results, kind, row.label, quantity.name)
+            shown = summary.entry(quantity, row.found, best=False, why=lacking)
             line = [row.label, str(row.found.n), shown.text, shown.interval]
             lines.append(line if against is None else [*line, *_difference(quantity, row.difference)])
         blocks.append(f"{kind}: {summary.head(quantity)}\n{text_table.grid(lines)}")

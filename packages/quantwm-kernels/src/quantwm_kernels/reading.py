@@ -305,10 +305,15 @@ def check_tables(rows: Iterable[Row], device: torch.device) -> None:
 def merged(recipes: Sequence[Recipe]) -> list[Recipe]:
     """Let units share a recipe where their rows say the rest.
 
-    Those without compensation, such as the first, share that of those with it; transform codes that of the most directions.
+    Those without compensation, such as the first, share that of those with it; transform codes that of the most directions, of
+    which no more are read at once than in any.
     """
-    most = max((recipe.rank for recipe in recipes if recipe.form is Form.TRANSFORM), default=0)
-    recipes = [replace(recipe, rank=most) if recipe.form is Form.TRANSFORM else recipe for recipe in recipes]
+    transforms = [recipe for recipe in recipes if recipe.form is Form.TRANSFORM]
+    most = max((recipe.rank for recipe in transforms), default=0)
+    together = min((recipe.group for recipe in transforms), default=1)
+    recipes = [
+        replace(recipe, rank=most, group=together) if recipe.form is Form.TRANSFORM else recipe for recipe in recipes
+    ]
     ranks = {recipe.rank for recipe in recipes if recipe.rank and recipe.form not in PRODUCTS}
     if len(ranks) != 1:
         return recipes

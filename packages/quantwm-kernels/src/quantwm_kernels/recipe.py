@@ -114,9 +114,11 @@ WORDS_PER_STREAM = len(Place)
 WORDS_PER_STAGE = 4
 FEWEST_DIRECTIONS = 16
 """No matrix unit takes fewer columns of an operand."""
+DIRECTIONS_PER_WORD = 4
+"""Directions of a transform code that are taken from a word of four bytes, where one holds them."""
 VECTOR_NBYTES = 16
 """Widest load and store of a GPU's thread; what is aligned to it moves in the fewest of them."""
-_READ_AS_VECTORS = ("exact", "codes", "centroids")
+_READ_AS_VECTORS = ("exact", "codes", "centroids", "shared_basis")
 # Fields named after the arrays that they point to.
 _PSAC_FIELDS = {part: Field[part.upper()] for part in PSAC_PARTS}
 _OTHER_FIELDS = {
@@ -134,7 +136,8 @@ class Recipe:
     Attributes:
         form: How elements are stored.
         channels: Head dimension.
-        group: Channels per scale, or tokens where the form says so; 1 where there is no scale.
+        group: Channels per scale, or tokens where the form says so; 1 where there is no scale. Of a transform code, directions
+            whose codes can be read at once.
         stages: Codebooks that are added up.
         rank: Directions of PSAC, or of a transform code's matrix, of these a power of two; 0 without it.
         steps: How coefficients may be stored.
@@ -194,7 +197,7 @@ def describe(
     try:
         if method in TRANSFORMS:
             places, directions = _places(method, shape, arrays)
-            recipe = Recipe(Form.TRANSFORM, shape[3], rank=_padded(directions))
+            recipe = Recipe(Form.TRANSFORM, shape[3], _codes_together(arrays), rank=_padded(directions))
         else:
             recipe = _recipe(methods.get(method, **parameters), shape[3], arrays)
         expected = _expected(recipe, shape, arrays)
@@ -352,6 +355,13 @@ def _places(method: str, shape: tuple[int, int, int, int], arrays: Mapping[str, 
             f"a unit sealed with {method} has {sizes} codes, directions, rows; need {[byte, direction, row]}"
         )
     return tuple(words), most
+
+
+def _codes_together(arrays: Mapping[str, Tensor]) -> int:
+    """Directions whose codes never straddle a word: as many as it holds where tokens are whole words, or one."""
+    sizes = [token_bytes(own) for own in arrays["blocks"].cpu().view(-1, 3).tolist()]
+    whole = all(number % DIRECTIONS_PER_WORD == 0 for number in (arrays["codes"].data_ptr(), *sizes))
+    return DIRECTIONS_PER_WORD if whole else 1
 
 
 def _padded(directions: int) -> int:

@@ -125,7 +125,8 @@ def available_device(device: torch.device | str) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (AssertionError, RuntimeError) as error:
-        raise DeviceError(f"device {str(device)!r} is not there ({error}); name another one") from error
+        first, *_ = str(error).splitlines()  # CUDA goes on with advice for programmers
+        raise DeviceError(f"device {str(device)!r} is not there ({first}); name another one") from error
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:

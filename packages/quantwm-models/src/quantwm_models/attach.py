@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from quantwm_core.errors import ParameterError
 from quantwm_core.method import Scheme, scheme
+from quantwm_core.rotary import Turning
 from quantwm_models import adapters
 from quantwm_models.cache import LayerCache
 from quantwm_models.observer import CacheObserver
@@ -78,10 +79,17 @@ class Attachment:
         sink: int = 0,
         workspace: Workspace | None = None,
         rebuilt: bool = False,
+        turning: Turning | None = None,
     ) -> LayerCache:
         scheme = replace(self.scheme, chunks_per_seal=1) if rebuilt else self.scheme
         cache = LayerCache(
-            scheme, layer=layer, sink=sink, workspace=workspace, offload=self.offload, observers=self._observers
+            scheme,
+            layer=layer,
+            sink=sink,
+            workspace=workspace,
+            offload=self.offload,
+            observers=self._observers,
+            turning=turning,
         )
         self._caches[branch, layer] = cache
         return cache

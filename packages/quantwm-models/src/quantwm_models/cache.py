@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from quantwm_core.errors import DtypeError, ParameterError, ShapeError, StateError, lookup
 from quantwm_core.method import Scheme
 from quantwm_core.method import scheme as make_scheme
+from quantwm_core.rotary import Turning
 from quantwm_core.stream import Span, Stream, is_whole
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import SealedChunk, storage_nbytes, stored_nbytes
@@ -22,14 +23,15 @@ from quantwm_kernels.launch import check_served, one_of, packed_attention_pays
 from quantwm_kernels.packed_attention import attend_packed
 from quantwm_kernels.reading import ReadPlan
 from quantwm_kernels.sealing import ACCEPTED
-from quantwm_kernels.statistics import second_moment
+from quantwm_kernels.statistics import QueryMoment, second_moment
 from quantwm_models.causality import CausalQueries
 from quantwm_models.contents import Contents, KeyFrame, Sealing, Unit, located, pieces, placed
-from quantwm_models.geometry import Geometry, copied_chunk
+from quantwm_models.geometry import Geometry, exact_chunk
 from quantwm_models.memory import advice, explained, free_nbytes
 from quantwm_models.observer import CacheObserver
 from quantwm_models.offload import Offload, Staged
 from quantwm_models.report import CacheReport
+from quantwm_models.rotary import coming_moment, still_moment
 from quantwm_models.stopwatch import Stopwatch
 from quantwm_models.workspace import Segment, Workspace
 
@@ -55,9 +57,11 @@ class LayerCache:
         observers: See :class:`quantwm_models.observer.CacheObserver`.
         attention: How :meth:`attend` attends. ``"packed"`` reconstructs keys and values tile by tile and needs no workspace;
             ``"decoded"`` reads them and calls torch's attention; ``"auto"`` takes what is faster.
+        turning: How the host's positions turn queries, for schemes that look ahead (``frames_ahead``).
         parameters: Settings of the scheme when ``scheme`` is a name: ``rank=16``, ``values="bf16"``, ``decay=0.9``.
 
     Attributes:
+        turning: What statistics are turned to coming frames by; None where they are left as they were asked.
         key_frame: Where keys are cached in another frame than that in which queries meet them: what makes of the moment of
             the queries, which may then have other channels, the one that a unit's keys see, given its absolute tokens. None
             where both are the same.
@@ -91,6 +95,7 @@ class LayerCache:
         offload: Offload | None = None,
         observers: Sequence[CacheObserver] = (),
         attention: AttentionPath = "auto",
+        turning: Turning | None = None,
         **parameters: Any,
     ) -> None:
         lookup("attention", attention, get_args(AttentionPath))
@@ -101,6 +106,9 @@ class LayerCache:
         _check_kind("workspace", workspace, Workspace)
         _check_kind("offload", offload, Offload)
         self.scheme = scheme if isinstance(scheme, Scheme) else make_scheme(scheme, **parameters)
+        with located(f"layer {layer}"):
+            self.scheme.check_turning(turning)
+        self.turning = turning if self.scheme.frames_ahead else None
         self._settings = Stream(self.scheme.chunks_per_seal, self.scheme.recent_tokens, sink, window)
         self.layer = layer
         self.observers = list(observers)
@@ -155,11 +163,14 @@ class LayerCache:
         self,
         keys: Float[Tensor, "batch heads tokens key_channels"],
         values: Float[Tensor, "batch heads tokens value_channels"],
+        *,
+        copy: bool = True,
     ) -> None:
         """Begin a chunk; the one before it is complete from now on, and units that are due are sealed.
 
         Args:
-            keys, values: BF16, FP16 or FP32 ``[B, H, N, D]`` of any strides; rounded to BF16 and copied.
+            keys, values: BF16, FP16 or FP32 ``[B, H, N, D]`` of any strides; rounded to BF16.
+            copy: False hands tensors over that are BF16 already: nobody may write them any more.
 
         Raises:
             ShapeError, DtypeError: The tensors do not fit each other or the chunks before.
@@ -168,13 +179,15 @@ class LayerCache:
             StateError, DeviceError: A tensor requires grad, or lives where no implementation serves it.
         """
         with self._located():
-            exact_keys, exact_values, geometry = copied_chunk(keys, values, self._geometry)
+            exact_keys, exact_values, geometry = exact_chunk(keys, values, self._geometry, copy=copy)
             self._commit(self._contents.append(exact_keys, exact_values), geometry)
 
     def restart(
         self,
         keys: Float[Tensor, "batch heads tokens key_channels"],
         values: Float[Tensor, "batch heads tokens value_channels"],
+        *,
+        copy: bool = True,
     ) -> None:
         """:meth:`clear`, then :meth:`append`, in one step: a new video begins with this chunk.
 
@@ -182,7 +195,7 @@ class LayerCache:
             QuantWMError: As :meth:`append`; the cache is still what it was then.
         """
         with self._located():
-            exact_keys, exact_values, geometry = copied_chunk(keys, values, None)
+            exact_keys, exact_values, geometry = exact_chunk(keys, values, None, copy=copy)
             begun = self._nothing().append(exact_keys, exact_values)
             self.clear()
             self._commit(begun, geometry)
@@ -210,29 +223,43 @@ class LayerCache:
         with self._located():
             parts = [_split(name, each, tokens) for name, each in (("keys", keys), ("values", values))]
             asked = [None] * len(tokens) if queries is None else _split("queries", queries, tokens)
-            made, geometry = self._rewound(), None
-            told: list[tuple[Sequence[Sealing], Sequence[Span]]] = []
-
-            for part_keys, part_values, part_queries in zip(*parts, asked, strict=True):
-                exact_keys, exact_values, geometry = copied_chunk(part_keys, part_values, geometry)
-                before, made = made, made.append(exact_keys, exact_values)
-                gone = before.gone(made)
-                if part_queries is not None:
-                    _check_queries(part_queries)
-                    made = self._observed(made, part_queries, geometry)
-                # Before the next is copied, so that there is one of them at a time.
-                made, sealings = made.complete().settle(self.scheme, self.key_frame)
-                if self.observers:  # what they are told keeps BF16 tokens alive
-                    told += [((), gone), (sealings, ())]
+            made, geometry, told = self._rewound(), None, []
+            for chunk in zip(*parts, asked, strict=True):
+                made, geometry, heard = self._grown(made, geometry, *chunk)
+                told += heard
+            made = made.owned()
             self.rewind()
             self._commit(made, geometry)
             for each in told:
                 self._tell(*each)
 
+    def _grown(
+        self,
+        contents: Contents,
+        geometry: Geometry | None,
+        keys: Tensor,
+        values: Tensor,
+        queries: Tensor | None,
+    ) -> tuple[Contents, Geometry, list[tuple[Sequence[Sealing], Sequence[Span]]]]:
+        """A history with one chunk more, sealed, and what observers are to hear: nothing if there are none.
+
+        What they hear keeps the chunk's BF16 tensors alive.
+        """
+        exact_keys, exact_values, geometry = exact_chunk(keys, values, geometry, copy=False)
+        grown = contents.append(exact_keys, exact_values)
+        gone = contents.gone(grown)
+        if queries is not None:
+            _check_queries(queries)
+            grown = self._observed(grown, queries, geometry)
+        settled, sealings = grown.complete().settle(self.scheme, self._frame)
+        return settled, geometry, [((), gone), (sealings, ())] if self.observers else []
+
     def overwrite(
         self,
         keys: Float[Tensor, "batch heads tokens key_channels"],
         values: Float[Tensor, "batch heads tokens value_channels"],
+        *,
+        copy: bool = True,
     ) -> None:
         """Rewrite the active chunk, as every denoising step does.
 
@@ -241,14 +268,15 @@ class LayerCache:
             ShapeError, DtypeError: The tensors are not what the active chunk holds.
         """
         with self._located():
-            exact_keys, exact_values, _ = copied_chunk(keys, values, self._geometry)
+            exact_keys, exact_values, _ = exact_chunk(keys, values, self._geometry, copy=copy)
             self._contents = self._contents.overwrite(exact_keys, exact_values)
             self.version += 1
 
     def observe(self, queries: Float[Tensor, "batch query_heads tokens channels"]) -> None:
         """Fold one attention call's queries into the statistics; no query is kept.
 
-        They count for units that begin after the chunk that is active now. A scheme that uses no queries ignores them.
+        They count for units that begin after the chunk that is active now. A scheme that uses no queries ignores them; one that
+        looks ahead takes them for those of the newest tokens.
 
         Args:
             queries: BF16, FP16 or FP32 ``[B, Hq, T, D]``, in the frame of the cached keys; ``Hq`` a multiple of ``H``.
@@ -282,6 +310,10 @@ class LayerCache:
             if queries.ndim != 4 or queries.numel() == 0:
                 raise ShapeError(f"queries: got {tuple(queries.shape)}, need [B, H, T, D], not empty")
             if self._learns:
+                if self.turning is not None:
+                    raise StateError(
+                        "queries before the first chunk have no position to be turned from; set frames_ahead=0"
+                    )
                 contents, moment = self._contents, second_moment(queries, queries.shape[1])
                 known = contents.queries if contents.queries.groups else contents.queries.begin(0)
                 self._contents = replace(contents, queries=known.observe(moment))
@@ -443,7 +475,7 @@ class LayerCache:
     def _commit(self, contents: Contents, geometry: Geometry | None) -> None:
         """Seal what is due in ``contents``, make them the cache's, then tell the observers."""
         before = self._contents
-        settled, sealings = contents.settle(self.scheme, self.key_frame)
+        settled, sealings = contents.settle(self.scheme, self._frame)
         if geometry is not None:
             settled = self._moved(settled, self.offload, geometry.device)
         if settled.units.keys() != before.units.keys():
@@ -470,7 +502,24 @@ class LayerCache:
             raise ShapeError(f"queries: got {tuple(queries.shape)}, need [{batch}, multiple of {heads}, T, {channels}]")
         if not self._learns:
             return contents
-        return replace(contents, queries=contents.queries.observe(second_moment(queries, heads)))
+        return replace(contents, queries=contents.queries.observe(self._moment(queries, heads, contents.stream.end)))
+
+    @property
+    def _frame(self) -> KeyFrame | None:
+        """What makes of the moment that is kept the one that a unit is sealed with."""
+        turning, ahead = self.turning, self.scheme.frames_ahead
+        if turning is None:
+            return self.key_frame
+        return lambda moment, span: coming_moment(moment, span.stop, ahead, turning)
+
+    def _moment(self, queries: Tensor, heads: int, end: int) -> QueryMoment:
+        """Moment of queries of the tokens up to absolute ``end``, as it is kept."""
+        if self.turning is None:
+            return second_moment(queries, heads)
+        start = end - queries.shape[2]
+        if start < 0 or start == end:
+            raise ShapeError(f"queries of {queries.shape[2]} tokens after {end} came; need those of the newest tokens")
+        return still_moment(queries, heads, start, self.turning)
 
     def _moved(self, contents: Contents, offload: Offload | None, device: torch.device) -> Contents:
         """The contents with their units where they are to be kept."""

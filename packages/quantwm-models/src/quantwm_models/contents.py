@@ -136,6 +136,10 @@ class Contents:
             stream = stream.complete()
         return _follow(self, stream.evict(start, stop))
 
+    def owned(self) -> Contents:
+        """The same, its BF16 tokens in memory of their own."""
+        return replace(self, exact=tuple(_slice(piece, piece.span) for piece in self.exact))
+
     def settle(self, scheme: Scheme, frame: KeyFrame | None = None) -> tuple[Contents, tuple[Sealing, ...]]:
         """Seal what is due, by queries in the frame of the keys; on a GPU each unit is waited for.
 

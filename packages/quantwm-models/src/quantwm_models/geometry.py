@@ -23,19 +23,22 @@ class Geometry(NamedTuple):
     device: torch.device
 
 
-def copied_chunk(keys: Tensor, values: Tensor, known: Geometry | None) -> tuple[Tensor, Tensor, Geometry]:
-    """Contiguous BF16 copies of a chunk, and its geometry.
+def exact_chunk(
+    keys: Tensor, values: Tensor, known: Geometry | None, *, copy: bool = True
+) -> tuple[Tensor, Tensor, Geometry]:
+    """A chunk in BF16, and its geometry.
 
     Args:
         keys, values: BF16, FP16 or FP32 ``[B, H, N, D]`` of any strides.
         known: Geometry of the chunks before, which this one must have, or None.
+        copy: Return contiguous copies; otherwise what is BF16 already is returned as it is.
 
     Raises:
         StateError: A tensor requires grad.
         DeviceError: A tensor lives where no implementation serves it.
         DtypeError, ShapeError: The tensors do not fit each other or ``known``.
 
-    >>> copied_chunk(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 8), None)[2][:4]
+    >>> exact_chunk(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 8), None)[2][:4]
     (1, 2, 4, 8)
     """
     for name, tensor in (("keys", keys), ("values", values)):
@@ -51,6 +54,8 @@ def copied_chunk(keys: Tensor, values: Tensor, known: Geometry | None) -> tuple[
     geometry = Geometry(keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3], keys.device)
     if known not in (None, geometry):
         raise ShapeError(f"a chunk of {geometry} after chunks of {known}; clear() before changing it")
+    if not copy:
+        return keys.to(torch.bfloat16), values.to(torch.bfloat16), geometry
     copies = [torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device) for tensor in (keys, values)]
     return copies[0].copy_(keys), copies[1].copy_(values), geometry
 

@@ -38,7 +38,7 @@ class Roll(NamedTuple):
 
 
 class Write(NamedTuple):
-    """The slots ``place`` are set to ``tensor`` ``[B, H, n, D]``."""
+    """The slots ``place`` are set to ``tensor`` ``[B, H, n, D]``, which nobody else has."""
 
     place: Span
     tensor: Tensor
@@ -116,11 +116,11 @@ class Halves:
         active = cache.stream.active_span
         begin = cache.tokens - (active.tokens if active else 0)
         if active and place == (begin, cache.tokens):
-            cache.overwrite(keys, values)
+            cache.overwrite(keys, values, copy=False)
         elif place.start == cache.tokens:
-            cache.append(keys, values)
+            cache.append(keys, values, copy=False)
         elif place.start == 0:
-            cache.restart(keys, values)
+            cache.restart(keys, values, copy=False)
         else:
             raise RangeError(
                 f"layer {cache.layer}: a write to slots {place.start} to {place.stop}; writable are the active chunk's "

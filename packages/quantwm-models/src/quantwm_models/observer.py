@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -32,3 +32,27 @@ class CacheObserver:
 
     def evicted(self, cache: LayerCache, start: int, stop: int) -> None:
         """The absolute tokens ``start`` to ``stop`` are gone."""
+
+
+class Shown(CacheObserver):
+    """Tells another of sealed tokens as the host's attention sees them, where a cache keeps them in another frame.
+
+    Args:
+        observer: Who is told.
+        show: The tokens of a span, keys and values ``[B, H, N, D]``, to what attention sees of them.
+    """
+
+    def __init__(self, observer: CacheObserver, show: Callable[[Span, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        self.observer, self.show = observer, show
+
+    def sealed(self, cache: LayerCache, chunk: SealedChunk, keys: Tensor, values: Tensor) -> None:
+        """A unit was sealed."""
+        self.observer.sealed(cache, chunk, *self.show(Span(chunk.start, chunk.stop), keys, values))
+
+    def attended(self, cache: LayerCache, queries: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span]) -> None:
+        """Queries attended."""
+        self.observer.attended(cache, queries, keys, values, spans)
+
+    def evicted(self, cache: LayerCache, start: int, stop: int) -> None:
+        """Tokens are gone."""
+        self.observer.evicted(cache, start, stop)

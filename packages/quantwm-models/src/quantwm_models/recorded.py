@@ -165,7 +165,7 @@ class Source:
         methods.get(sealed.method, **sealed.parameters)  # refuses what could not be read
         self._check(f"a unit's {kind}", (sealed.shape[0], sealed.shape[1], sealed.shape[3]), self._sizes(kind))
         if sealed.method in READABLE:  # those that kernels read by address
-            describe(sealed.method, sealed.parameters, sealed.shape, sealed.arrays)
+            describe(sealed.method, sealed.parameters, sealed.shape, sealed.to(home).arrays)
         return sealed
 
     def _exact(self, told: Mapping[str, Any]) -> Exact:

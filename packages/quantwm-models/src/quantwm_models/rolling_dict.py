@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from quantwm_core.errors import StateError
+from quantwm_core.rotary import Turning
 from quantwm_models.attention_hook import Attention, function_replaced, running_layer_known
 from quantwm_models.cache import LayerCache
 from quantwm_models.errors import HostError
@@ -37,6 +38,7 @@ class MakeCache(Protocol):
         sink: int = 0,
         workspace: Workspace | None = None,
         rebuilt: bool = False,
+        turning: Turning | None = None,
     ) -> LayerCache:
         """Make it.
 
@@ -46,6 +48,7 @@ class MakeCache(Protocol):
             sink: First tokens that the host never evicts.
             workspace: Memory for reads, shared by the layers of a host.
             rebuilt: The host builds its cache anew as a whole, so that what is appended at once is a unit.
+            turning: How its positions turn queries, where they grow with every frame.
         """
 
 
@@ -63,6 +66,7 @@ class RollingDict:
         branch: Names the list that the method returns.
         sink: Tells the sink's tokens at the time of allocation, given the slots that the host allocates.
         ranks: Tells how many ranks share a layer's heads, given those that are allocated here.
+        turning: Tells how positions turn queries, likewise; None where nobody knows.
         slots: Tells the slots that the host sees instead, given those that it allocates; memory is taken by the chunk.
         kept: More attributes of the pipeline that the host sets while it runs, and that are put back.
         settings: What is set while the cache is attached.
@@ -79,6 +83,7 @@ class RollingDict:
     branch: Callable[[], str] = lambda: ""
     sink: Callable[[int], int] = lambda _: 0
     ranks: Callable[[int], int] = lambda _: 1
+    turning: Callable[[int], Turning | None] = lambda _: None
     slots: Callable[[int], int] = lambda allocated: allocated
     kept: tuple[str, ...] = ()
     settings: tuple[Setting, ...] = ()
@@ -166,7 +171,9 @@ class _Allocator:
         sink, slots = self.host.sink(keys.shape[1]), self.host.slots(keys.shape[1])
         self.workspace.reserve(slots)
         materialise(entries, device, without=("k", "v"))
-        cache = self.make_cache(layer, branch=branch, sink=sink, workspace=self.workspace)
+        cache = self.make_cache(
+            layer, branch=branch, sink=sink, workspace=self.workspace, turning=self.host.turning(keys.shape[1])
+        )
         cache.ranks = self.host.ranks(keys.shape[2])
         shapes = ((each.shape[0], slots, *each.shape[2:]) for each in (keys, values))
         entries["k"], entries["v"] = pair(cache, next(shapes), keys.dtype, device, next(shapes))

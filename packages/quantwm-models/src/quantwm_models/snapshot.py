@@ -135,7 +135,10 @@ def _settings(cache: LayerCache) -> dict[str, Any]:
     for kind, method in (("keys", scheme.keys), ("values", scheme.values)):
         named = {"method": method.name} | methods.settings(method)
         settings |= {f"{kind}.{name}": value for name, value in named.items()}
-    own = {"chunks_per_seal": scheme.chunks_per_seal, "decay": scheme.decay}
+    own: dict[str, Any] = {"chunks_per_seal": scheme.chunks_per_seal, "decay": scheme.decay}
+    if cache.turning is not None:
+        turning = cache.turning
+        own |= {"frames_ahead": scheme.frames_ahead, "turning": [turning.frame_tokens, *turning.rates]}
     return settings | own | {"sink": stream.sink, "window": stream.window}
 
 

@@ -158,7 +158,9 @@ def _prepared(options: argparse.Namespace, setup: Setup) -> tuple[Experiment, Ho
 
 def _fitted(chosen: Mapping[str, Any], host: Host, fixed: Set[str]) -> dict[str, Any]:
     """Settings that are the demo world's replaced by another host's, where the user did not make them."""
-    own = {} if host.name == "demo" else {"kinds": host.kinds, "frames": host.frames, "batch": 1}
+    if host.name == "demo":
+        return dict(chosen)
+    own = {"kinds": host.kinds, "frames": host.frames, "batch": 1, "chunks_per_seal": host.chunks_per_seal}
     return {**chosen, **{name: value for name, value in own.items() if name not in fixed}}
 
 

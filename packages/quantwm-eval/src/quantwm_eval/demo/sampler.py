@@ -25,6 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quantwm_core.errors import ParameterError
 from quantwm_eval.demo.config import ModelConfig, denormalize, normalize
 from quantwm_eval.demo.model import NO_ACTION, LayerCache, VideoTransformer
 from quantwm_eval.demo.rendering import IMAGE_SIZE
@@ -34,7 +35,7 @@ BUNDLED_WEIGHTS = "room.safetensors"
 Progress = Callable[[int, int], None]
 
 
-class WorldInputError(ValueError):
+class WorldInputError(ParameterError):
     """An argument of the world model that it cannot use; the message says what came and what to do."""
 
 

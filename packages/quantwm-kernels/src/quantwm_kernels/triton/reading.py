@@ -14,6 +14,7 @@ from torch import Tensor
 from quantwm_kernels.launch import next_power_of_two, on_device
 from quantwm_kernels.reading import Batch
 from quantwm_kernels.recipe import VECTOR_NBYTES, Field, Recipe
+from quantwm_kernels.triton.arithmetic import product
 from quantwm_kernels.triton.clustered import FOUR_BITS, centroid_rows
 from quantwm_kernels.triton.compensation import WORDS_PER_PART
 from quantwm_kernels.triton.kernel import kernel
@@ -28,7 +29,17 @@ from quantwm_kernels.triton.tile import (
     part_steps,
     simple,
 )
-from quantwm_kernels.triton.transform import MOST_KEPT, matrix_rows, transformed, transformed_part
+from quantwm_kernels.triton.transform import (
+    MOST_KEPT,
+    coordinates,
+    laid_out,
+    levels,
+    matrix_rows,
+    means_of,
+    packed_codes,
+    transformed,
+    transformed_part,
+)
 
 TOKENS: tl.constexpr = tl.constexpr(int(Field.TOKENS))
 STOP: tl.constexpr = tl.constexpr(int(Field.STOP))
@@ -84,23 +95,79 @@ def read_parts(
 
 
 @triton.jit
+def read_products(
+    row, begin, stop, stream, tokens, out, stride, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+    RANK: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Reconstruct tokens ``begin`` to ``stop`` of a transform code or a rotation; codes are asked for a tile ahead."""
+    WIDE: tl.constexpr = WORDS * LANES
+    keeps: tl.constexpr = RANK * WIDE <= MOST_KEPT
+    part_width: tl.constexpr = WORDS_PER_PART * LANES
+    local = tl.arange(0, BLOCK_TOKENS)
+    kept, ahead, byte, width = local, local, local, local
+    address, size = begin, 0
+    if keeps:
+        kept = matrix_rows(row, stream, 0, FORM, CHANNELS, RANK, WIDE, LANES, ALIGNED)
+    if keeps and FORM == TRANSFORM:
+        address, size, byte, width = laid_out(row, stream, 0, RANK)
+        ahead = packed_codes(address, size, byte, width, begin, local, local < stop - begin, GROUP)
+    mean = means_of(row, stream, FORM, CHANNELS, WIDE, LANES)
+    for first in range(begin, stop, BLOCK_TOKENS):
+        exists = local < stop - first
+        total = tl.zeros((BLOCK_TOKENS, WIDE), tl.float32)
+        if keeps and FORM == TRANSFORM:
+            number = levels(ahead, width, BLOCK_TOKENS, RANK)
+            following = first + BLOCK_TOKENS
+            ahead = packed_codes(address, size, byte, width, following, local, local < stop - following, GROUP)
+            total = product(number, kept, total)
+        elif keeps:
+            number = coordinates(row, stream, tokens, first, local, exists, tl.arange(0, RANK), CHANNELS, GROUP)
+            total = product(number, kept, total)
+        else:
+            total = transformed(
+                row,
+                stream,
+                tokens,
+                first,
+                local,
+                exists,
+                FORM,
+                CHANNELS,
+                GROUP,
+                RANK,
+                WIDE,
+                LANES,
+                ALIGNED,
+                BLOCK_TOKENS,
+            )
+        total += mean[None, :]
+        for part in tl.static_range((CHANNELS + part_width - 1) // part_width):
+            number = transformed_part(total, part, WORDS, LANES, BLOCK_TOKENS)
+            write(
+                out + first * stride,
+                number,
+                local,
+                exists,
+                stride,
+                part * part_width,
+                CHANNELS,
+                LANES,
+                ALIGNED,
+                part_width,
+            )
+
+
+@triton.jit
 def read_tokens(
-    row, begin, span, stream, out, stride, four, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+    row, begin, stop, stream, tokens, out, stride, four, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
     STAGES: tl.constexpr, TABLE_BITS: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr,
     LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Reconstruct ``span`` tokens from ``begin`` of one unit and stream, ``BLOCK_TOKENS`` at a time."""
-    tokens = tl.load(row + TOKENS)
-    stop = tl.minimum(begin + span, tl.load(row + STOP))
-    out += tl.load(row + SHIFT) * stride
+    """Reconstruct tokens ``begin`` to ``stop`` of a unit of any other form, ``BLOCK_TOKENS`` at a time."""
     (
         codes, scales, zeros, super_scale, index, table, last_row,
         compensated, kept, flag, dense, bitmap, counts, values, size,
     ) = opened(row, stream, tokens, FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, SPARSE, WORDS, LANES)  # fmt: skip
-    keeps: tl.constexpr = RANK * WORDS * LANES <= MOST_KEPT
-    width: tl.constexpr = WORDS_PER_PART * LANES
-    if (FORM == TRANSFORM or FORM == ROTATED) and keeps:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
-        kept = matrix_rows(row, stream, 0, FORM, CHANNELS, RANK, WORDS * LANES, LANES)
     local = tl.arange(0, BLOCK_TOKENS)
     ahead = local
     if STAGES:
@@ -109,34 +176,48 @@ def read_tokens(
         exists = local < stop - first
         place = out + first * stride
         if FORM == AFFINE or FORM == SYMMETRIC:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
-            chosen, product = ahead, local
+            chosen, correction = ahead, local
             if STAGES:  # asked for a tile ahead: centroids can be fetched at once
                 following = first + BLOCK_TOKENS
                 ahead = centroid_rows(index, last_row, following, local, local < stop - following)
             if RANK:
-                product = compensation(
+                correction = compensation(
                     row, stream, compensated, kept, flag, dense, bitmap, counts, values, size, first, local, exists,
                     CHANNELS, RANK, WORDS * LANES, LANES, SPARSE, BLOCK_TOKENS,
                 )  # fmt: skip
             read_parts(
-                row, stream, tokens, codes, scales, zeros, super_scale, four, four, table, chosen, product, four, first,
+                row, stream, tokens, codes, scales, zeros, super_scale, four, four, table, chosen, correction, four, first,
                 local, exists, place, stride, 0, FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, WORDS, LANES, ALIGNED,
                 BLOCK_TOKENS,
             )  # fmt: skip
-        elif FORM == TRANSFORM or FORM == ROTATED:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
-            total = transformed(
-                row, stream, tokens, kept, first, local, exists,
-                FORM, CHANNELS, GROUP, RANK, keeps, WORDS * LANES, LANES, BLOCK_TOKENS,
-            )  # fmt: skip
-            for part in tl.static_range((CHANNELS + width - 1) // width):
-                number = transformed_part(row, stream, total, part, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS)
-                write(place, number, local, exists, stride, part * width, CHANNELS, LANES, ALIGNED, width)
         else:
             number = simple(
                 codes, scales, zeros, super_scale, four, first, local, exists, tokens,
                 FORM, CHANNELS, GROUP, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
             )  # fmt: skip
             write(place, number, local, exists, stride, 0, CHANNELS, LANES, ALIGNED, WORDS * LANES)
+
+
+@triton.jit
+def read_unit(
+    row, begin, span, stream, out, stride, four, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr, TABLE_BITS: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WORDS: tl.constexpr,
+    LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Reconstruct ``span`` tokens from ``begin`` of one unit and stream."""
+    tokens = tl.load(row + TOKENS)
+    stop = tl.minimum(begin + span, tl.load(row + STOP))
+    out += tl.load(row + SHIFT) * stride
+    if FORM == TRANSFORM or FORM == ROTATED:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
+        read_products(
+            row, begin, stop, stream, tokens, out, stride,
+            FORM, CHANNELS, GROUP, RANK, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+        )  # fmt: skip
+    else:
+        read_tokens(
+            row, begin, stop, stream, tokens, out, stride, four,
+            FORM, CHANNELS, GROUP, STAGES, TABLE_BITS, RANK, SPARSE, WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+        )  # fmt: skip
 
 
 @kernel(
@@ -161,13 +242,13 @@ def read_kernel(
     begin = entry & 0xFFFFFFFF
     if program < key_programs:
         out = keys + (batch * key_batch + head * key_head)
-        read_tokens(
+        read_unit(
             row, begin, span, stream, out, key_token, four, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES,
             KEY_TABLE_BITS, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
     else:
         out = values + (batch * value_batch + head * value_head)
-        read_tokens(
+        read_unit(
             row, begin, span, stream, out, value_token, four, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES,
             VALUE_TABLE_BITS, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip

@@ -15,8 +15,9 @@ A transform code, and a rotation, are launched when the unit is waited for (:mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import cast
 
 import torch
@@ -36,7 +37,8 @@ from quantwm_core.methods.quantwm import WARM_ITERATIONS, QuantWM
 from quantwm_core.methods.qvg import QVG
 from quantwm_core.methods.rtn import RoundToNearest
 from quantwm_core.transform_method import TransformMethod
-from quantwm_kernels.launch import on_device
+from quantwm_kernels.chunk import SealedTensor
+from quantwm_kernels.launch import on_device, ranks
 from quantwm_kernels.sealing import Asked, Draft, PendingTensors, Status
 from quantwm_kernels.statistics import QueryMoment
 from quantwm_kernels.triton import (
@@ -47,6 +49,7 @@ from quantwm_kernels.triton import (
     packing,
     psac,
     qsac,
+    replay,
     rounding,
     statistics,
     symmetric,
@@ -56,6 +59,7 @@ from quantwm_kernels.triton.affine import Projection, Residual
 from quantwm_kernels.triton.layer import Layer, Pair
 
 Arrays = dict[str, Tensor]
+STATUS = "status"
 
 
 def seal(jobs: Sequence[Asked], moment: QueryMoment | None = None) -> PendingTensors:
@@ -65,20 +69,61 @@ def seal(jobs: Sequence[Asked], moment: QueryMoment | None = None) -> PendingTen
         ParameterError: A setting does not fit the tensor.
         DeviceError: No kernel seals the method, or none runs where the tensors live.
     """
-    ends = list(accumulate((job.shape[0] * job.shape[1] for job in jobs), initial=0))
+    with on_device(jobs[0].values, jobs[0].label):
+        *arrays, status = _replayed(jobs, moment) if _replays(jobs) else _launched(jobs, moment)
+        drafts = []
+        for job, made, span in zip(jobs, arrays, pairwise(_ends(jobs)), strict=True):
+            settings, later = methods.settings(job.method), _later(job, moment)
+            drafts.append(Draft(job.method.name, settings, job.shape, made, job.label, job.values, span, later))
+        return PendingTensors(drafts, status[STATUS])
+
+
+def _ends(jobs: Sequence[Asked]) -> list[int]:
+    """Where the streams of each tensor begin in a status, and where the last end."""
+    return list(accumulate((job.shape[0] * job.shape[1] for job in jobs), initial=0))
+
+
+def _launched(jobs: Sequence[Asked], moment: QueryMoment | None) -> list[Arrays]:
+    """Arrays of each tensor, and last the status."""
+    ends = _ends(jobs)
     status = torch.zeros((len(Status), ends[-1]), dtype=torch.int32, device=jobs[0].values.device)
     together = len(jobs) == 2 and _alike(*jobs)
-    drafts: list[Draft] = []
-    with on_device(jobs[0].values, jobs[0].label):
-        for begin, end in [(0, 2)] if together else [(number, number + 1) for number in range(len(jobs))]:
-            group = jobs[begin:end]
-            written = _group(group, moment, status[:, ends[begin] : ends[end]])
-            for number, (job, arrays) in enumerate(zip(group, written, strict=True), begin):
-                span = (ends[number], ends[number + 1])
-                _check_wide(job, status[Status.MAGNITUDE, slice(*span)])
-                settings, later = methods.settings(job.method), _later(job, moment)
-                drafts.append(Draft(job.method.name, settings, job.shape, arrays, job.label, job.values, span, later))
-        return PendingTensors(drafts, status)
+    made: list[Arrays] = []
+    for begin, end in [(0, 2)] if together else [(number, number + 1) for number in range(len(jobs))]:
+        made += _group(jobs[begin:end], moment, status[:, ends[begin] : ends[end]])
+    for job, span in zip(jobs, pairwise(ends), strict=True):
+        _check_wide(job, status[Status.MAGNITUDE, slice(*span)])
+    return [*made, {STATUS: status}]
+
+
+def _replays(jobs: Sequence[Asked]) -> bool:
+    """Whether a unit's launches can be replayed, and should be; linear algebra of libraries is not recorded."""
+    plain = all(
+        isinstance(job.method, QVG) or (isinstance(job.method, QuantWM) and job.method.rounding == "nearest")
+        for job in jobs
+    )
+    return plain and replay.pays([job.values for job in jobs])
+
+
+def _replayed(jobs: Sequence[Asked], moment: QueryMoment | None) -> replay.Made:
+    """As :func:`_launched`, from a recording if there is one."""
+    tables = [_warm(job) for job in jobs]
+    mean = [] if moment is None else [moment.mean]
+    inputs = [*(job.values for job in jobs), *mean, *(table for table in tables if table is not None)]
+
+    def call(given: Sequence[Tensor]) -> list[Arrays]:
+        rest = iter(given)
+        values = [next(rest) for _ in jobs]
+        known = None if moment is None else moment._replace(mean=next(rest))
+        before = [
+            None if table is None else SealedTensor(job.method.name, {}, job.shape, {"centroids": next(rest)})
+            for job, table in zip(jobs, tables, strict=True)
+        ]
+        like = zip(jobs, values, before, strict=True)
+        return _launched([replace(job, values=each, previous=unit) for job, each, unit in like], known)
+
+    settings = tuple((job.method, job.kind, table is None) for job, table in zip(jobs, tables, strict=True))
+    return replay.RECORDINGS.run((settings, moment is None, ranks()), call, inputs)
 
 
 def _alike(first: Asked, second: Asked) -> bool:

@@ -35,7 +35,7 @@ from quantwm_kernels.triton.compensation import (
 )
 from quantwm_kernels.triton.domain import to_bf16
 from quantwm_kernels.triton.minmax import minima_at, minmax
-from quantwm_kernels.triton.transform import transformed, transformed_part
+from quantwm_kernels.triton.transform import means_of, transformed, transformed_part
 
 EXACT: tl.constexpr = tl.constexpr(int(Form.EXACT))
 AFFINE: tl.constexpr = tl.constexpr(int(Form.AFFINE))
@@ -228,18 +228,15 @@ def parts(
 
 @triton.jit
 def transformed_parts(
-    row, stream, total, PART: tl.constexpr, COUNT: tl.constexpr, FORM: tl.constexpr, CHANNELS: tl.constexpr,
-    WORDS: tl.constexpr, LANES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    total, PART: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, BLOCK_TOKENS: tl.constexpr
 ):  # fmt: skip
     """BF16 ``[tokens, COUNT * 4 * LANES]`` of ``COUNT`` parts of a product, a power of two, from part ``PART``."""
     if COUNT > 1:
-        left = transformed_parts(row, stream, total, PART, COUNT // 2, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS)
-        right = transformed_parts(
-            row, stream, total, PART + COUNT // 2, COUNT // 2, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS
-        )
+        left = transformed_parts(total, PART, COUNT // 2, WORDS, LANES, BLOCK_TOKENS)
+        right = transformed_parts(total, PART + COUNT // 2, COUNT // 2, WORDS, LANES, BLOCK_TOKENS)
         number = beside(left, right, BLOCK_TOKENS, WORDS_PER_PART * LANES * (COUNT // 2))
     else:
-        number = transformed_part(row, stream, total, PART, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS)
+        number = transformed_part(total, PART, WORDS, LANES, BLOCK_TOKENS)
     return number
 
 
@@ -270,12 +267,11 @@ def reconstructed(
         )  # fmt: skip
     elif FORM == TRANSFORM or FORM == ROTATED:  # noqa: PLR1714, SIM109 - Triton compiles no membership test
         total = transformed(
-            row, stream, tokens, 0, first, local, exists,
-            FORM, CHANNELS, GROUP, RANK, False, WORDS * LANES, LANES, BLOCK_TOKENS,
+            row, stream, tokens, first, local, exists,
+            FORM, CHANNELS, GROUP, RANK, WORDS * LANES, LANES, ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
-        number = transformed_parts(
-            row, stream, total, 0, WORDS // WORDS_PER_PART, FORM, CHANNELS, WORDS, LANES, BLOCK_TOKENS
-        )
+        total += means_of(row, stream, FORM, CHANNELS, WORDS * LANES, LANES)[None, :]
+        number = transformed_parts(total, 0, WORDS // WORDS_PER_PART, WORDS, LANES, BLOCK_TOKENS)
     else:
         number = simple(
             codes, scales, zeros, super_scale, four, first, local, exists, tokens,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from quantwm_core import allocation
+from quantwm_kernels import recipe
 from quantwm_kernels.recipe import WORDS_PER_STREAM, Field, Form, Place
 from quantwm_kernels.triton.arithmetic import product
 from quantwm_kernels.triton.clustered import bytes_at, halves_at, wide
@@ -37,6 +38,11 @@ EIGHT: tl.constexpr = tl.constexpr(int(Place.EIGHT))
 FOUR: tl.constexpr = tl.constexpr(int(Place.FOUR))
 TWO: tl.constexpr = tl.constexpr(int(Place.TWO))
 BLOCK: tl.constexpr = tl.constexpr(allocation.BLOCK)
+DIRECTIONS_PER_WORD: tl.constexpr = tl.constexpr(recipe.DIRECTIONS_PER_WORD)
+# 2**23 and 2**22: a number that is as large and has the bits of a code as its last is the larger by that code, or half of it.
+LARGE_INTEGER: tl.constexpr = tl.constexpr(0x4B000000)
+LARGE_HALF: tl.constexpr = tl.constexpr(0x4A800000)
+LARGE: tl.constexpr = tl.constexpr(2.0**23)
 # Elements of a matrix that is kept for all tiles; a larger one is made again for each, in parts of as many directions.
 MOST_KEPT: tl.constexpr = tl.constexpr(128 * 128)
 PART: tl.constexpr = tl.constexpr(32)
@@ -55,8 +61,8 @@ def directions_at(row, stream, WORD: tl.constexpr):
 
 
 @triton.jit
-def transform_rows(row, stream, direction, channel, CHANNELS: tl.constexpr):
-    """BF16 ``[directions, channels]``: rows of the directions that get bits, times their steps."""
+def transform_rows(row, stream, direction):
+    """Rows of the basis of the directions that get bits, and what each is multiplied by; beyond them 0."""
     known = direction < directions_at(row, stream, EIGHT) + directions_at(row, stream, FOUR) + directions_at(
         row, stream, TWO
     )
@@ -66,60 +72,108 @@ def transform_rows(row, stream, direction, channel, CHANNELS: tl.constexpr):
     own = place(row, stream, BASIS_ROW) + tl.minimum(own, place(row, stream, BASIS_ROWS) - 1)
     step = wide(tl.load(halves_at(tl.load(row + STEPS), begin) + direction, mask=known, other=0))
     scale = wide(tl.load(halves_at(tl.load(row + SHARED_BASIS_SCALES), 0) + own, mask=known, other=0))
-    basis = tl.load(row + SHARED_BASIS).to(tl.pointer_type(tl.int8))
-    exists = known[:, None] & (channel < CHANNELS)[None, :]
-    entry = tl.load(basis + own[:, None] * CHANNELS + channel[None, :], mask=exists, other=0)
-    return to_bf16((step * scale)[:, None] * entry.to(tl.float32)).to(MATRIX_DTYPE)
+    return step * scale, own
 
 
 @triton.jit
-def rotation_rows(row, stream, direction, channel, CHANNELS: tl.constexpr):
-    """BF16 ``[directions, channels]`` of a rotation."""
+def rotation_rows(row, stream, direction, CHANNELS: tl.constexpr):
+    """Likewise of a rotation."""
     known = direction < CHANNELS
     begin = stream * CHANNELS
     scale = wide(tl.load(halves_at(tl.load(row + SHARED_BASIS_SCALES), begin) + direction, mask=known, other=0))
-    basis = tl.load(row + SHARED_BASIS).to(tl.pointer_type(tl.int8)) + begin * CHANNELS
-    exists = known[:, None] & (channel < CHANNELS)[None, :]
-    entry = tl.load(basis + direction[:, None] * CHANNELS + channel[None, :], mask=exists, other=0)
-    return to_bf16(scale[:, None] * entry.to(tl.float32)).to(MATRIX_DTYPE)
+    return scale, begin + tl.minimum(direction, CHANNELS - 1)
 
 
 @triton.jit
 def matrix_rows(
     row, stream, begin, FORM: tl.constexpr, CHANNELS: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Matrix operand ``[COUNT, WIDE]`` of the directions from ``begin``, zero beyond the last."""
+    """Matrix operand ``[COUNT, WIDE]`` of the directions from ``begin``, zero beyond the last.
+
+    Read in the order of the channels and then put in that of :func:`quantwm_kernels.triton.compensation.channel_of`.
+    """
     direction = begin + tl.arange(0, COUNT)
-    channel = channel_of(tl.arange(0, WIDE), LANES)
     if FORM == TRANSFORM:
-        matrix = transform_rows(row, stream, direction, channel, CHANNELS)
+        factor, own = transform_rows(row, stream, direction)
     else:
-        matrix = rotation_rows(row, stream, direction, channel, CHANNELS)
-    return matrix
+        factor, own = rotation_rows(row, stream, direction, CHANNELS)
+    channel = tl.arange(0, WIDE)
+    addresses = bytes_at(tl.load(row + SHARED_BASIS), 0) + (own[:, None] * CHANNELS + channel[None, :])
+    if ALIGNED:
+        # Rows begin where their length allows, all of them where the longest load may.
+        addresses = tl.multiple_of(addresses, (1, 8 if CHANNELS % 16 else 16))
+    entry = tl.load(addresses, mask=(channel < CHANNELS)[None, :], other=0).to(tl.int32)
+    signed = ((entry ^ 128) | LARGE_INTEGER).to(tl.float32, bitcast=True) - (LARGE + 128.0)
+    matrix = to_bf16(factor[:, None] * signed).to(MATRIX_DTYPE)
+    words = tl.reshape(matrix, (COUNT, WIDE // (WORDS_PER_PART * LANES), WORDS_PER_PART, LANES // 2, 2))
+    return tl.reshape(tl.permute(words, (0, 1, 3, 2, 4)), (COUNT, WIDE))
 
 
 @triton.jit
-def levels(row, stream, first, local, exists, direction):
-    """Matrix operand ``[tokens, directions]``: ``code - 2**(w-1) + offset``, zero for a direction without bits."""
+def laid_out(row, stream, begin, COUNT: tl.constexpr):
+    """Of each four directions from ``begin``, which have the same width: first byte in a token, and bits of a direction.
+
+    Beside them the address of a stream's codes and the bytes of a token. A direction without bits has width 0.
+    """
     eight, four, two = (
         directions_at(row, stream, EIGHT),
         directions_at(row, stream, FOUR),
         directions_at(row, stream, TWO),
     )
-    size = eight + four // 2 + two // 4
+    direction = begin + tl.arange(0, COUNT // DIRECTIONS_PER_WORD) * DIRECTIONS_PER_WORD
     in_four, in_two = direction - eight, direction - eight - four
     is_eight, is_four = in_four < 0, in_two < 0
     byte = tl.where(is_eight, direction, eight + tl.where(is_four, in_four // 2, four // 2 + in_two // 4))
-    shift = tl.where(is_eight, 0, tl.where(is_four, in_four % 2 * 4, in_two % 4 * 2))
-    mask = tl.where(is_eight, 255, tl.where(is_four, 15, 3))
-    middle = tl.where(is_eight, 128.0, tl.where(is_four, 7.5, 1.5))
-    known = direction < eight + four + two
-    inside = exists[:, None] & known[None, :]
-    codes = bytes_at(tl.load(row + CODES), place(row, stream, CODE_BYTE) + first * size)
-    packed = tl.load(codes + (local[:, None] * size + byte[None, :]), mask=inside, other=0).to(tl.int32)
-    level = ((packed >> shift[None, :]) & mask[None, :]).to(tl.float32) - middle[None, :]
-    return tl.where(inside, level, 0.0).to(MATRIX_DTYPE)
+    width = tl.where(is_eight, 8, tl.where(is_four, 4, 2))
+    address = tl.load(row + CODES) + place(row, stream, CODE_BYTE)
+    return address, eight + four // 2 + two // 4, byte, tl.where(in_two < two, width, 0)
+
+
+@triton.jit
+def packed_codes(address, size, byte, width, first, local, exists, GROUP: tl.constexpr):
+    """int32 ``[tokens, words]``: the codes of four directions each, the first lowest; garbage may stand above them.
+
+    Blocks of 8 bits come first, then those of 4: four codes never straddle a word, where tokens are whole words (``GROUP``).
+    """
+    inside = exists[:, None] & (width > 0)[None, :]
+    begin = address + first * size
+    if GROUP == DIRECTIONS_PER_WORD:
+        words = begin.to(tl.pointer_type(tl.int32))
+        offset = local[:, None] * (size // 4) + (byte // 4)[None, :]
+        # Of another shape than what is stored, as which Triton would arrange it: a thread is to have tokens of one word.
+        word = tl.load(words + offset[:, :, None], mask=inside[:, :, None], other=0)
+        packed = tl.reshape(word, (local.shape[0], byte.shape[0])) >> (byte % 4 * 8)[None, :]
+    else:
+        packed = tl.zeros((local.shape[0], byte.shape[0]), tl.int32)
+        for part in tl.static_range(4):
+            own = inside & (2 * part < width)[None, :]
+            code = tl.load(bytes_at(begin, part) + (local[:, None] * size + byte[None, :]), mask=own, other=0)
+            packed |= code.to(tl.int32) << (8 * part)
+    return packed
+
+
+@triton.jit
+def level(packed, width, direction: tl.constexpr):
+    """FP32 ``code - 2**(w-1) + offset`` of one of four directions; zero where they have no bits.
+
+    A code is put among the last bits of a large number whose last bit counts 1, or a half where levels lie between integers.
+    """
+    half = (width != 8).to(tl.int32)
+    large = tl.where(width == 8, LARGE_INTEGER, LARGE_HALF)
+    middle = tl.where(width == 8, 128.0, tl.where(width == 4, 7.5, tl.where(width == 2, 1.5, 0.0)))
+    offset = large.to(tl.float32, bitcast=True) + middle
+    mask = ((1 << width) - 1) << half
+    code = ((packed << half[None, :]) >> (direction * width)[None, :]) & mask[None, :]
+    return (code | large[None, :]).to(tl.float32, bitcast=True) - offset[None, :]
+
+
+@triton.jit
+def levels(packed, width, BLOCK_TOKENS: tl.constexpr, COUNT: tl.constexpr):
+    """Matrix operand ``[tokens, COUNT]`` of packed codes."""
+    even = tl.join(level(packed, width, 0), level(packed, width, 2))
+    odd = tl.join(level(packed, width, 1), level(packed, width, 3))
+    return tl.reshape(tl.join(even, odd), (BLOCK_TOKENS, COUNT)).to(MATRIX_DTYPE)
 
 
 @triton.jit
@@ -143,45 +197,52 @@ def coordinates(
 @triton.jit
 def numbers(
     row, stream, tokens, first, local, exists, begin,
-    FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
+    FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Matrix operand ``[tokens, COUNT]`` of the directions from ``begin``."""
-    direction = begin + tl.arange(0, COUNT)
     if FORM == TRANSFORM:
-        number = levels(row, stream, first, local, exists, direction)
+        address, size, byte, width = laid_out(row, stream, begin, COUNT)
+        packed = packed_codes(address, size, byte, width, first, local, exists, GROUP)
+        number = levels(packed, width, BLOCK_TOKENS, COUNT)
     else:
+        direction = begin + tl.arange(0, COUNT)
         number = coordinates(row, stream, tokens, first, local, exists, direction, CHANNELS, GROUP)
     return number
 
 
 @triton.jit
 def transformed(
-    row, stream, tokens, kept, first, local, exists, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
-    RANK: tl.constexpr, KEEPS: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    row, stream, tokens, first, local, exists, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+    RANK: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """FP32 ``[tokens, WIDE]``: numbers times matrix, without the mean; the matrix is ``kept``, or made in parts."""
+    """FP32 ``[tokens, WIDE]``: numbers times matrix, which is made in parts."""
     total = tl.zeros((BLOCK_TOKENS, WIDE), tl.float32)
-    if KEEPS:
-        number = numbers(row, stream, tokens, first, local, exists, 0, FORM, CHANNELS, GROUP, RANK)
-        total = product(number, kept, total)
-    else:
-        COUNT: tl.constexpr = min(RANK, PART)
-        for begin in range(0, RANK, COUNT):
-            number = numbers(row, stream, tokens, first, local, exists, begin, FORM, CHANNELS, GROUP, COUNT)
-            total = product(number, matrix_rows(row, stream, begin, FORM, CHANNELS, COUNT, WIDE, LANES), total)
+    COUNT: tl.constexpr = min(RANK, PART)
+    for begin in range(0, RANK, COUNT):
+        number = numbers(
+            row, stream, tokens, first, local, exists, begin, FORM, CHANNELS, GROUP, COUNT, BLOCK_TOKENS
+        )  # fmt: skip
+        matrix = matrix_rows(row, stream, begin, FORM, CHANNELS, COUNT, WIDE, LANES, ALIGNED)
+        total = product(number, matrix, total)
     return total
 
 
 @triton.jit
-def transformed_part(
-    row, stream, total, part: tl.constexpr, FORM: tl.constexpr, CHANNELS: tl.constexpr, WORDS: tl.constexpr,
-    LANES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-):  # fmt: skip
-    """BF16 ``[tokens, 4 * LANES]`` of a part of the product's channels, with the mean."""
-    number = part_of(total, part, WORDS // WORDS_PER_PART, LANES, BLOCK_TOKENS)
+def means_of(row, stream, FORM: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr):
+    """FP32 ``[WIDE]``, columns as those of the product: what is added to all tokens of a stream."""
     if FORM == TRANSFORM:
-        word = tl.arange(0, WORDS_PER_PART) + part * WORDS_PER_PART
-        channel = word[:, None] * LANES + tl.arange(0, LANES)[None, :]
+        channel = channel_of(tl.arange(0, WIDE), LANES)
         means = halves_at(tl.load(row + MEANS), stream * CHANNELS)
-        number += wide(tl.load(means + channel, mask=channel < CHANNELS, other=0))[None, :, :]
+        mean = wide(tl.load(means + channel, mask=channel < CHANNELS, other=0))
+    else:
+        mean = tl.full((WIDE,), -0.0, tl.float32)  # adding this changes no bit
+    return mean
+
+
+@triton.jit
+def transformed_part(
+    total, part: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, BLOCK_TOKENS: tl.constexpr
+):  # fmt: skip
+    """BF16 ``[tokens, 4 * LANES]`` of a part of the channels of what was summed."""
+    number = part_of(total, part, WORDS // WORDS_PER_PART, LANES, BLOCK_TOKENS)
     return tl.reshape(to_bf16(number), (BLOCK_TOKENS, WORDS_PER_PART * LANES))

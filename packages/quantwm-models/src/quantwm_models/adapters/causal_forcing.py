@@ -16,6 +16,7 @@ from quantwm_core.errors import ParameterError
 from quantwm_models.errors import HostError
 from quantwm_models.patching import Setting, called_by, named
 from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
+from quantwm_models.rotary import turning_of
 
 _LISTS = ("kv_cache1", "kv_cache_pos", "kv_cache_neg", "kv_cache_clean")
 _CROSS_ATTENTION = ("crossattn_cache", "crossattn_cache_pos", "crossattn_cache_neg")
@@ -75,6 +76,7 @@ class CausalForcing:
                 attention=attention,
                 lists=tuple(name for name in _LISTS if name in vars(pipeline)),
                 sink=sink,
+                turning=lambda _: None if rolling else turning_of(model.freqs, frame_tokens),
                 slots=lambda allocated: allocated if capacity is None else capacity,
                 kept=_CROSS_ATTENTION,
                 settings=() if capacity is None else _unlimited(layers, capacity),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from quantwm_core.rotary import Turning
 from quantwm_models.errors import HostError
 from quantwm_models.patching import module_of
 from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
@@ -32,6 +35,16 @@ def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
         raise HostError(f"{type(pipeline).__qualname__}: need .model, .config.frame_tokens and .sink_frames") from error
     del sink_frames  # read again at each allocation, since a user may set it in between
     return hook(
-        RollingDict(pipeline, [module], sink=lambda _: int(pipeline.sink_frames) * frame_tokens),
+        RollingDict(
+            pipeline,
+            [module],
+            sink=lambda _: int(pipeline.sink_frames) * frame_tokens,
+            turning=lambda _: _turning(pipeline.model, frame_tokens),
+        ),
         make_cache,
     )
+
+
+def _turning(model: Any, frame_tokens: int) -> Turning:
+    """By how much queries of frame 1 are turned whose row and column are 0."""
+    return Turning(frame_tokens, tuple(torch.atan2(model.sin[1, 0], model.cos[1, 0]).tolist()))

@@ -23,6 +23,7 @@ from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostError
 from quantwm_models.geometry import shared_by
+from quantwm_models.observer import Shown
 from quantwm_models.patching import hooked, module_of, named, restored
 from quantwm_models.rebuilt import Sealed, rebuild
 from quantwm_models.rolling_dict import MakeCache
@@ -152,9 +153,19 @@ class _Layer:
 
     def read(self, keys: Sealed, values: Sealed) -> tuple[Tensor, Tensor]:
         """A cache of both kinds, ``[B, H, N, 2 D]``."""
-        pair = keys.tensor(), values.tensor()
-        transforms = self.transforms.get(keys.cache)
-        return pair if transforms is None else transforms.both(*pair)
+        return self.both(keys.cache, keys.tensor(), values.tensor())
+
+    def both(self, cache: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Both kinds of what a cache stores."""
+        transforms = self.transforms.get(cache)
+        return (keys, values) if transforms is None else transforms.both(keys, values)
+
+    def shown(self, cache: LayerCache) -> LayerCache:
+        """A cache whose observers are told of both kinds; its history is one unit."""
+        cache.observers[:] = [
+            Shown(each, lambda _, keys, values: self.both(cache, keys, values)) for each in cache.observers
+        ]
+        return cache
 
     def _once(self, cache: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """What to store instead of both kinds, and how they are derived from it."""
@@ -193,7 +204,7 @@ class _Layer:
             if known() is prompt:
                 return cache
         others = [each for each in self.prompts if each[0]() is not None]
-        cache = self.make("uncond" if others else "cond")
+        cache = self.shown(self.make("uncond" if others else "cond"))
         self.prompts = [*others, (weakref.ref(prompt), cache)]
         return cache
 
@@ -205,7 +216,8 @@ class _WanLayer(_Layer):
         self, make: Callable[[str], LayerCache], function: Replacement, seen: Sequence[Replacement] = ()
     ) -> None:
         super().__init__(make, function, seen)
-        self.only = make("")
+        self.only = self.shown(make(""))
+        self.past: tuple[Tensor, Tensor] | None = None
         self.building = False
         self.watched = False
         self.asked: Tensor | None = None
@@ -219,7 +231,8 @@ class _WanLayer(_Layer):
                 f"{type(block).__qualname__}: need the cache and whether to make one as fifth and sixth argument"
             )
         entry, self.building, self.rotation = args[4], args[5], args[3]
-        self.watched, self.asked, self.heads = False, None, getattr(block.attn1, "heads", None)
+        self.watched, self.asked, self.past = False, None, None
+        self.heads = getattr(block.attn1, "heads", None)
         for each in self.seen:
             each.watching.append(None)
         self.function.watching.append(self.watch)
@@ -227,8 +240,9 @@ class _WanLayer(_Layer):
             if entry is not None and not self.building and entry.get("k") is None and self.only.tokens:
                 self.only.clear()  # the first chunk of another video
             return None
-        pair = (None, None) if self.building else self.read(entry["k"], entry["v"])
-        given = dict(zip("kv", pair, strict=True))
+        if not self.building:
+            self.past = self.read(entry["k"], entry["v"])
+        given = dict(zip("kv", self.past or (None, None), strict=True))
         return (*args[:4], given, *args[5:]), kwargs
 
     @uncompiled
@@ -260,6 +274,8 @@ class _WanLayer(_Layer):
             self.asked = queries  # they count once the cache that they helped to make is sealed
         else:
             _ask(self.only, *queries.chunk(2))
+            if self.past is not None:
+                _tell(self.only, self.past, *queries.chunk(2))
 
     def _rotate(self, calls: Sequence[Any], tokens: int) -> Callable[[Tensor], Tensor] | None:
         """How the host rotated the keys, which it does in a function within another."""
@@ -289,16 +305,20 @@ class _Vision(Replacement):
             return self.original(q, k, v, block_idx=block_idx, kv_cache=kv_cache, cache_vision=cache_vision)
         entry = dict(kv_cache[block_idx])
         cache = layer.cache(entry["k_txt"])
+        past = None
         if isinstance(entry["k_vision"], Sealed):
-            pair = (None, None) if cache_vision else map(_stacked, layer.read(entry["k_vision"], entry["v_vision"]))
-            entry["k_vision"], entry["v_vision"] = pair
+            past = None if cache_vision else layer.read(entry["k_vision"], entry["v_vision"])
+            entry["k_vision"], entry["v_vision"] = (None, None) if past is None else map(_stacked, past)
         hidden, projected, made = self.original(
             q, k, v, block_idx=block_idx, kv_cache={block_idx: entry}, cache_vision=cache_vision
         )
         if made:
             keys, values = (_side_by_side(made[half]) for half in ("k_vision", "v_vision"))
             made = dict(zip(made, layer.build(cache, keys, values), strict=True))
-        _ask(cache, *(each.transpose(1, 2) for each in q))
+        asked = [each.transpose(1, 2) for each in q]
+        _ask(cache, *asked)
+        if past is not None:
+            _tell(cache, past, *asked)
         return hidden, projected, made
 
 
@@ -309,9 +329,24 @@ def _ask(cache: LayerCache, roped: Tensor, projected: Tensor) -> None:
             f"layer {cache.layer}: {roped.shape[1]} heads ask {cache.chunks[0].keys.shape[1]}; sequence parallelism of "
             "this host is not served"
         )
-    empty = torch.zeros_like(roped)
-    kinds = torch.cat([torch.cat([roped, empty], dim=-1), torch.cat([empty, projected], dim=-1)], dim=2)
+    kinds = torch.cat(_kinds(roped, projected), dim=2)
     (cache.observe if cache.tokens else cache.foresee)(kinds)
+
+
+def _tell(cache: LayerCache, past: tuple[Tensor, Tensor], roped: Tensor, projected: Tensor) -> None:
+    """Tell those who look on what queries of the two kinds asked of a cache, ``past`` ``[B, H, N, 2 D]``.
+
+    The stream has twice the channels, so queries are scaled for logits over the root of those to be the host's.
+    """
+    if cache.observers:
+        for kind in _kinds(roped, projected):
+            cache.tell_attended(kind * 2**0.5, *past)
+
+
+def _kinds(roped: Tensor, projected: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries of either kind, zero in the channels of the other."""
+    empty = torch.zeros_like(roped)
+    return torch.cat([roped, empty], dim=-1), torch.cat([empty, projected], dim=-1)
 
 
 def _side_by_side(stacked: Tensor) -> Tensor:

@@ -13,10 +13,12 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from quantwm_core.rotary import Turning
 from quantwm_models.errors import HostError
 from quantwm_models.geometry import shared_by
 from quantwm_models.patching import Setting, called_by, named
 from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
+from quantwm_models.rotary import turning_of
 
 _GUIDED = "_generate_causal_pretrain"
 
@@ -32,14 +34,15 @@ def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
     Raises:
         HostError: The object lacks what the pipeline has.
     """
-    model = "transformer" if hasattr(pipeline, "transformer") else "model"
+    name = "transformer" if hasattr(pipeline, "transformer") else "model"
     try:
-        layers = [block.self_attn for block in getattr(pipeline, model).blocks]
+        model = getattr(pipeline, name)
+        layers = [block.self_attn for block in model.blocks]
         first = layers[0]
         sizes = (first.sink_size, first.local_attn_size)
     except (AttributeError, IndexError) as error:
         raise HostError(
-            f"{type(pipeline).__qualname__}: need .{model}.blocks of .self_attn with .sink_size and .local_attn_size: "
+            f"{type(pipeline).__qualname__}: need .{name}.blocks of .self_attn with .sink_size and .local_attn_size: "
             f"{error}"
         ) from error
     del sizes  # read again at each allocation, since a user may set them in between
@@ -48,6 +51,10 @@ def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
     def sink(slots: int) -> int:
         # A window is allocated as a whole number of frames, whose size follows the image.
         return int(first.sink_size * slots // first.local_attn_size) if first.local_attn_size > 0 else 0
+
+    def turning(slots: int) -> Turning | None:
+        frames = int(first.local_attn_size)
+        return turning_of(getattr(model, "freqs", None), slots // frames) if frames > 0 else None
 
     guidance = _Guidance(getattr(pipeline, _GUIDED, None))
     return hook(
@@ -59,6 +66,7 @@ def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
             branch=guidance.branch,
             sink=sink,
             ranks=lambda heads: shared_by(first.num_heads, heads) if hasattr(first, "num_heads") else 1,
+            turning=turning,
             settings=() if guidance.generate is None else (Setting(pipeline, _GUIDED, guidance),),
         ),
         make_cache,

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from quantwm_core.errors import ParameterError, StateError
+from quantwm_core.stream import Span
 from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostError
+from quantwm_models.observer import Shown
 from quantwm_models.offload import Offload
 from quantwm_models.patching import hooked, named, restored
 from quantwm_models.rebuilt import Sealed, rebuild
@@ -89,12 +91,15 @@ class _Layer:
         self.reading = False
         self.batch = 1
         self.passed: tuple[Tensor, Tensor] | None = None
+        cache.observers[:] = [Shown(each, self._shown) for each in cache.observers]
 
     @uncompiled
     def rotated(self, _: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """Queries and keys ``[B, H, N, D]`` were rotated; on a read, those of the history lead, its queries void."""
         if self.reading:
-            self.cache.observe(_pooled(output[0][:, :, self.cache.tokens :], self.batch))
+            past = self.cache.tokens
+            self.cache.observe(_pooled(output[0][:, :, past:], self.batch))
+            self._tell(output[0][:, :, past:], output[1][:, :, :past])
         else:
             self.passed = output
 
@@ -111,6 +116,17 @@ class _Layer:
         known = self.cache.queries.folded().past is not None
         tokens = [keys.shape[2] // frames * part for part in _shares(frames, 1 if known else self.first_units)]
         return rebuild(self.cache, keys, values, queries, tokens, self.offload)
+
+    def _shown(self, span: Span, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys as attention sees them: as the host rotated them when it made the history."""
+        return keys if self.passed is None else self.passed[1][:, :, slice(*span)], values
+
+    def _tell(self, queries: Tensor, keys: Tensor) -> None:
+        """Tell those who look on what each prompt asked of the history, whose ``keys`` were rotated."""
+        if self.cache.observers:
+            _, values = self.cache.read()
+            for asked, past in zip(queries.split(self.batch), keys.split(self.batch), strict=True):
+                self.cache.tell_attended(asked, past, values)
 
     def _angles(self, shape: tuple[int, ...], keys: Tensor, rotated: Tensor) -> Tensor:
         """Angles of rotation, ``[N, D / 2]``, and the assurance that they are what the host rotates by."""

@@ -17,6 +17,7 @@ from quantwm_models.action_caches import ActionCaches
 from quantwm_models.errors import HostError
 from quantwm_models.patching import Setting, called_by, named
 from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
+from quantwm_models.rotary import turning_of
 
 _ACTION_ALLOCATOR = "_initialize_kv_cache_mouse_and_keyboard"
 _ACTIONS = {"kv_cache_mouse": "enable_mouse", "kv_cache_keyboard": "enable_keyboard"}
@@ -48,7 +49,8 @@ class MatrixGame:
             ParameterError: ``window`` is less than a chunk.
         """
         try:
-            blocks = list(pipeline.generator.model.blocks)
+            model = pipeline.generator.model
+            blocks = list(model.blocks)
             layers = [block.self_attn for block in blocks]
             actions = [block.action_model for block in blocks]
             chunk = int(pipeline.num_frame_per_block)
@@ -75,6 +77,7 @@ class MatrixGame:
                 attention=attention,
                 lists=("kv_cache1",),
                 sink=lambda _: int(layers[0].sink_size * pipeline.frame_seq_length),
+                turning=lambda _: turning_of(getattr(model, "freqs", None), int(pipeline.frame_seq_length)),
                 kept=(*_ACTIONS, "crossattn_cache"),
                 settings=(Setting(pipeline, _ACTION_ALLOCATOR, sparing), *self._window(pipeline, blocks)),
             ),

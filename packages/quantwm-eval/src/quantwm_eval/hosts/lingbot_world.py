@@ -1,0 +1,136 @@
+"""LingBot-World v2: a picture, a prompt and a camera path to video at 480p or 720p, from a checkout and released weights.
+
+``checkout`` is a clone of github.com/robbyant/lingbot-world-v2 whose requirements are installed here. ``weights`` is the folder
+that its ``generate.py`` takes as ``--ckpt_dir``; the distilled model is taken where the folder holds it, else the pretrained
+one. Scenes are laid out as the checkout's ``examples``: ``image.*``, ``prompt.txt``, ``poses.npy``, ``intrinsics.npy``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantwm_core.errors import FormatError, ParameterError
+from quantwm_eval import checkout, suite
+from quantwm_eval.checkout_host import CheckoutHost, check_size, levels, part, picture, watched
+from quantwm_eval.evidence import Frames
+from quantwm_eval.hosts import Setup
+from quantwm_eval.suite import Scene
+
+TASK = "i2v-A14B"
+AREAS = {"480p": "480*832", "720p": "720*1280"}
+"""What the host calls its sizes: areas, which the picture's own proportions divide into height and width."""
+WINDOW, SINK, CHUNK = 18, 6, 4
+"""Latent frames, as the host's instructions run the distilled model."""
+FRAMES_PER_LATENT = 4  # the first latent frame is one frame of video
+POSITIONS = 1024
+
+
+class LingBotWorldHost(CheckoutHost):
+    """The host's ``WanI2VCausal``.
+
+    Args:
+        pipeline: It.
+        scenes: The suite.
+        area: Pixels of a frame.
+    """
+
+    name = "lingbot_world"
+    frames, frame_rate = 93, 16
+    most_chunks = POSITIONS // CHUNK
+
+    def __init__(self, pipeline: Any, scenes: tuple[Scene, ...], area: int) -> None:
+        super().__init__(pipeline, scenes, pipeline.device)
+        self._area = area
+
+    def frames_of(self, chunks: int) -> int:
+        """Frames of video that so many chunks make."""
+        return FRAMES_PER_LATENT * (chunks * CHUNK - 1) + 1
+
+    def check_scene(self, scene: Scene, frames: int) -> None:
+        """Raise where it has no prompt, no picture, or no camera for so many frames."""
+        scene.need_prompt(self.name)
+        scene.need(self.name, "image", "image.jpg")
+        scene.need(self.name, "intrinsics", "intrinsics.npy")
+        poses = scene.need(self.name, "poses", "poses.npy")
+        try:
+            shape = np.load(poses, mmap_mode="r", allow_pickle=False).shape
+        except (ValueError, EOFError) as error:
+            raise FormatError(f"{poses}: no array that can be read: {error}") from error
+        if shape[1:] != (4, 4) or shape[0] < frames:
+            raise ParameterError(f"{poses}: got shape {shape}, need [{frames} or more, 4, 4], camera to world")
+
+    def video(self, scene: Scene, frames: int, number: int, progress: Callable[[], None]) -> Frames:
+        """Generate, with the host's own steps and its own generator."""
+        with watched(self.pipeline.model, progress):
+            made = self.pipeline.generate(
+                scene.prompt,
+                picture(scene.parts["image"]),
+                str(scene.parts["poses"].parent.resolve()),
+                chunk_size=CHUNK,
+                max_area=self._area,
+                frame_num=frames,
+                shift=self.pipeline.config.sample_shift,
+                seed=number,
+                offload_model=False,
+            )
+        return levels(made.transpose(0, 1), -1, 1)
+
+
+def load(setup: Setup) -> LingBotWorldHost:
+    """Build the host's pipeline as its own ``generate.py`` does on one GPU.
+
+    Raises:
+        ParameterError: A path is missing, the checkout is another one or lacks a library, or the device is no GPU.
+        FormatError: There is no scene.
+    """
+    name = LingBotWorldHost.name
+    check_size(name, setup, tuple(AREAS), "makes 480p and 720p")
+    root, weights, inputs = (setup.need(name, part) for part in ("checkout", "weights", "inputs"))
+    if setup.config is not None:
+        raise ParameterError(f"--config {setup.config}: host {name!r} has its settings in its code")
+    device = gpu(setup.device)
+    weights, scenes = weights.resolve(), suite.read(inputs)
+    with checkout.inside(root):
+        configs = checkout.module(root, "wan.configs")
+        pipeline = checkout.module(root, "wan").WanI2VCausal(
+            config=configs.WAN_CONFIGS[TASK],
+            checkpoint_dir=str(weights),
+            device_id=device,
+            rank=0,
+            local_attn_size=WINDOW,
+            sink_size=SINK,
+            infer_mode=mode_of(weights, configs.WAN_CONFIGS[TASK]),
+        )
+    return LingBotWorldHost(pipeline, scenes, configs.MAX_AREA_CONFIGS[AREAS[setup.size or "480p"]])
+
+
+def gpu(device: str) -> int:
+    """The number of a GPU.
+
+    Raises:
+        ParameterError: It is none.
+    """
+    found = torch.device(device)
+    if found.type != "cuda":
+        raise ParameterError(f"--device {device}: the code of {LingBotWorldHost.name} is written for CUDA")
+    return found.index or 0
+
+
+def mode_of(weights: Path, config: Any) -> str:
+    """Which of the host's two models a folder holds.
+
+    Raises:
+        ParameterError: None of them.
+    """
+    if (weights / config.fast_checkpoint).is_dir():
+        return "causal_fast"
+    part(weights, config.causal_checkpoint)
+    return "causal_pretrain"
+
+
+LOAD = load

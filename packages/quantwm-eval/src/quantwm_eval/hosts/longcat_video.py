@@ -1,0 +1,155 @@
+"""LongCat-Video: continuation of a video, segment by segment, at 480p or 720p, from a checkout and released weights.
+
+``checkout`` is a clone of github.com/meituan-longcat/LongCat-Video whose requirements are installed here, ``weights`` the folder
+of the released model (``tokenizer``, ``text_encoder``, ``vae``, ``scheduler``, ``dit``). Scenes need a prompt. A scene's ``video``
+(a file, or a folder of frames) is continued; where it has none, the host makes the beginning itself, from ``image`` or from
+the prompt alone, without any cache. Only the frames that follow count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+
+from quantwm_core.errors import ParameterError
+from quantwm_eval import checkout, footage, suite
+from quantwm_eval.checkout_host import CheckoutHost, check_size, part, picture
+from quantwm_eval.evidence import Frames
+from quantwm_eval.hosts import Setup
+from quantwm_eval.suite import Scene
+
+SEGMENT, GIVEN = 93, 73
+"""Frames of a segment, and those of them that it is given: 19 latent frames, whose cache the paper measures."""
+STEPS, GUIDANCE = 50, 4.0
+BLURRED = (
+    "blurred, overexposed, grey, static, still picture, worst quality, low quality, compression artefacts, subtitles, "
+    "deformed, fused fingers, messy background"
+)
+"""What the picture is led away from."""
+SIZES = ("480p", "720p")
+
+
+class LongCatVideoHost(CheckoutHost):
+    """The host's ``LongCatVideoPipeline``; a chunk is a segment.
+
+    Args:
+        pipeline: It.
+        scenes: The suite.
+        device: Where it runs.
+        size: ``"480p"`` or ``"720p"``; height and width follow from the proportions of what is given.
+    """
+
+    name = "longcat_video"
+    frames, frame_rate = SEGMENT - GIVEN, 15
+
+    def __init__(self, pipeline: Any, scenes: tuple[Scene, ...], device: torch.device, size: str) -> None:
+        super().__init__(pipeline, scenes, device)
+        self._size = size
+
+    def frames_of(self, chunks: int) -> int:
+        """New frames that so many segments make."""
+        return chunks * (SEGMENT - GIVEN)
+
+    def check_scene(self, scene: Scene, frames: int) -> None:
+        """Raise where it has no prompt, or a video that is too short."""
+        scene.need_prompt(self.name)
+        if "video" in scene.parts:
+            self._given(scene)
+
+    def video(self, scene: Scene, frames: int, number: int, progress: Callable[[], None]) -> Frames:
+        """Continue, with the settings of the host's own script for long videos."""
+        generator = torch.Generator(self.device).manual_seed(number)
+        told = {
+            "prompt": scene.prompt,
+            "negative_prompt": BLURRED,
+            "num_frames": SEGMENT,
+            "num_inference_steps": STEPS,
+            "guidance_scale": GUIDANCE,
+            "generator": generator,
+        }
+        history, made = self._beginning(scene, told), []
+        for _ in range(frames // self.frames_of(1)):
+            found = self.pipeline.generate_vc(
+                video=history, resolution=self._size, num_cond_frames=GIVEN, use_kv_cache=True, **told
+            )
+            segment = _levels(found[0])
+            made.append(segment[GIVEN:])
+            history = list(map(PIL.Image.fromarray, segment))
+            progress()
+        return np.concatenate(made)
+
+    def _beginning(self, scene: Scene, told: dict[str, Any]) -> list[PIL.Image.Image]:
+        if "video" in scene.parts:
+            return self._given(scene)
+        if "image" in scene.parts:
+            found = self.pipeline.generate_i2v(image=picture(scene.parts["image"]), resolution=self._size, **told)
+        else:
+            found = self.pipeline.generate_t2v(height=480, width=832, **told)
+        return list(map(PIL.Image.fromarray, _levels(found[0])))
+
+    def _given(self, scene: Scene) -> list[PIL.Image.Image]:
+        """The end of the scene's video.
+
+        Raises:
+            FormatError: It cannot be read.
+            ParameterError: It is too short.
+        """
+        (found,) = footage.find(scene.parts["video"]).values()
+        frames = list(found.frames())
+        if len(frames) < GIVEN:
+            raise ParameterError(f"{found.path}: has {len(frames)} frames, a segment is given {GIVEN}")
+        return [PIL.Image.fromarray(frame) for frame in frames[-GIVEN:]]
+
+
+def load(setup: Setup) -> LongCatVideoHost:
+    """Build the host's pipeline as its own scripts do, in one process.
+
+    Raises:
+        ParameterError: A path is missing, or the checkout is another one or lacks a library.
+        FormatError: There is no scene.
+    """
+    name = LongCatVideoHost.name
+    check_size(name, setup, SIZES, "makes 480p and 720p")
+    root, weights, inputs = (setup.need(name, part) for part in ("checkout", "weights", "inputs"))
+    if setup.config is not None:
+        raise ParameterError(f"--config {setup.config}: host {name!r} has its settings in its code")
+    weights, scenes, device = weights.resolve(), suite.read(inputs), torch.device(setup.device)
+    with checkout.inside(root):
+        transformers = checkout.library(root, "transformers")
+        kinds: Sequence[tuple[str, str, Any]] = (
+            ("tokenizer", "tokenizer", transformers.AutoTokenizer),
+            ("text_encoder", "text_encoder", transformers.UMT5EncoderModel),
+            ("vae", "vae", _own(root, "modules.autoencoder_kl_wan").AutoencoderKLWan),
+            ("scheduler", "scheduler", _own(root, "modules.scheduling_flow_match_euler_discrete").FlowMatchEulerDiscreteScheduler),
+            ("dit", "dit", _own(root, "modules.longcat_video_dit").LongCatVideoTransformer3DModel),
+        )  # fmt: skip
+        parts = {
+            to: kind.from_pretrained(str(part(weights, folder)), local_files_only=True, **_options(to))
+            for to, folder, kind in kinds
+        }
+        pipeline = _own(root, "pipeline_longcat_video").LongCatVideoPipeline(**parts)
+    for model in (pipeline.text_encoder, pipeline.vae, pipeline.dit):
+        model.eval().requires_grad_(False)
+    pipeline.to(device)
+    return LongCatVideoHost(pipeline, scenes, device, setup.size or SIZES[0])
+
+
+def _own(root: Any, name: str) -> Any:
+    return checkout.module(root, f"longcat_video.{name}")
+
+
+def _options(name: str) -> dict[str, Any]:
+    dtype = {} if name in ("tokenizer", "scheduler") else {"torch_dtype": torch.bfloat16}
+    return dtype | ({"cp_split_hw": [1, 1]} if name == "dit" else {})
+
+
+def _levels(segment: Any) -> Frames:
+    """Grey levels of frames from 0 to 1."""
+    return np.round(np.asarray(segment) * 255).clip(0, 255).astype(np.uint8)
+
+
+LOAD = load

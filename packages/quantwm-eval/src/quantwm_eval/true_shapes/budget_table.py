@@ -1,0 +1,82 @@
+"""Budgets as tables: what fits into a card, and how long a history does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from quantwm_core.method import Scheme, scheme
+from quantwm_eval.true_shapes.budget import GIB, STANDARD_FRAMES, longest, process
+from quantwm_eval.true_shapes.shape import FRAMES_PER_LATENT, Shape
+
+SMALL_CARDS = (24, 32, 48)
+CARDS = (24, 48, 80, 141)
+Row = tuple[str, ...]
+
+
+PACKED = tuple(scheme("quantwm", chunks_per_seal=each) for each in (1, 2))
+"""Two bits: whichever takes less. Units of two chunks take less for their tokens, but one more chunk waits in BF16."""
+
+
+def fitting(names: Sequence[str]) -> list[Row]:
+    """A head, and what a process of each model, resolution and set of options needs, and where that fits."""
+    head = (
+        "model",
+        "cache",
+        "weights",
+        "weights GiB",
+        "cache GiB",
+        "other GiB",
+        "in all",
+        *(f"{each} GB" for each in SMALL_CARDS),
+    )
+    return [head, *(row for name in names for row in _fitting(Shape.load(name)))]
+
+
+def _fitting(shape: Shape) -> Iterator[Row]:
+    ways: dict[str, tuple[Sequence[Scheme | None], bool]] = {
+        "BF16": ((None,), False),
+        "2 bits": (PACKED, False),
+        "2 bits, offloaded": (PACKED, True),
+    }
+    latents = shape.latents(STANDARD_FRAMES)
+    for resolution in shape.resolutions:
+        for cache, (methods, offload) in ways.items():
+            for weights, fp8 in (("BF16", False), ("FP8", True)):
+                needs = min(
+                    (process(shape, resolution, latents, each, fp8=fp8, offload=offload) for each in methods),
+                    key=lambda each: each.running,
+                )
+                other = needs.running - needs.weights - needs.cache.total
+                yield (
+                    f"{shape.title}, {resolution}",
+                    cache,
+                    weights,
+                    *(f"{each / GIB:.1f}" for each in (needs.weights, needs.cache.total, other, needs.total)),
+                    *("yes" if needs.total <= each * GIB else "-" for each in SMALL_CARDS),
+                )
+
+
+def lengths(names: Sequence[str]) -> list[Row]:
+    """A head, and frames of the longest video whose whole history fits into a card, in BF16 and in two bits."""
+    head = ("model", "weights", *(f"{each} GB, {cache}" for each in CARDS for cache in ("BF16", "2 bits")))
+    return [head, *(row for name in names for row in _lengths(Shape.load(name)))]
+
+
+def _lengths(shape: Shape) -> Iterator[Row]:
+    for resolution in shape.resolutions:
+        for weights, fp8 in (("BF16", False), ("FP8", True)):
+            found = (
+                max(longest(shape, resolution, card * GIB, each, fp8=fp8) for each in methods)
+                for card in CARDS
+                for methods in ((None,), PACKED)
+            )
+            yield (f"{shape.title}, {resolution}", weights, *map(_video, found))
+
+
+def _video(latents: int) -> str:
+    """Frames of video that so many latent ones are.
+
+    >>> _video(24), _video(0)
+    ('93', '-')
+    """
+    return f"{FRAMES_PER_LATENT * (latents - 1) + 1}" if latents else "-"

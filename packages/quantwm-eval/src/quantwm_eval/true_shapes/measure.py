@@ -1,0 +1,302 @@
+"""Running a stack with the host's own cache and with compressed ones, in one process, and what that takes."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from quantwm_core.errors import ParameterError, StateError
+from quantwm_eval.experiment import MethodChoice
+from quantwm_eval.true_shapes.hy_world import WanPipeline
+from quantwm_eval.true_shapes.layers import Weights
+from quantwm_eval.true_shapes.longcat_video import LongCatVideoPipeline
+from quantwm_eval.true_shapes.memory import DeviceMemory
+from quantwm_eval.true_shapes.rolling import CausalInferencePipeline, CausalInferenceStreamingPipeline, WanI2VCausal
+from quantwm_eval.true_shapes.shape import Shape, tiny
+from quantwm_eval.true_shapes.stack import Stack
+from quantwm_models import Attachment, attach
+from quantwm_models.adapters.hy_world import HyWorld
+
+STACKS: dict[str, Callable[..., Stack]] = {
+    "causal_forcing": CausalInferencePipeline,
+    "hy_world": WanPipeline,
+    "lingbot_world": WanI2VCausal,
+    "longcat_video": LongCatVideoPipeline,
+    "matrix_game": CausalInferenceStreamingPipeline,
+}
+HOST, AGAIN = "host", "host again"
+"""What the untouched host is called, first and last: its own BF16 cache, with which all others are compared."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run.
+
+    Attributes:
+        model: Name of the shape.
+        resolution: Of the video; None takes the smallest that the host supports.
+        frames: Of the video.
+        layers, steps, window: Instead of the model's own; fewer layers and steps are extrapolated from.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
+        offload: Keep the cache in host memory: LongCat-Video in its own way, under ours packed; the other hosts cannot.
+        once: Store keys and values of HY-World before its two encodings, of which both are derived on a read.
+        alone: Leave the untouched host out, where it would not fit or takes too long.
+        tiny: A stack in small, to try the command.
+    """
+
+    model: str
+    resolution: str | None = None
+    frames: int = 93
+    layers: int | None = None
+    steps: int | None = None
+    window: int | None = None
+    device: str = "cpu"
+    offload: bool = False
+    once: bool = False
+    alone: bool = False
+    tiny: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        """The model's, in small if so planned.
+
+        Raises:
+            UnknownNameError: There is no such model.
+            ParameterError: A window for a host without one, or one that does not hold the sink and a chunk.
+        """
+        shape = Shape.load(self.model)
+        if self.window is not None:
+            least = shape.sink + shape.chunk
+            if shape.window is None or self.window < least:
+                has = "has no window" if shape.window is None else f"needs at least {least}, its sink and a chunk"
+                raise ParameterError(f"--window {self.window}: {shape.title} {has}")
+            shape = replace(shape, window=self.window)
+        return tiny(shape) if self.tiny else shape
+
+    @property
+    def depth(self) -> int:
+        """Layers that are run."""
+        return min(self.shape.layers, self.layers or self.shape.layers)
+
+    @property
+    def steps_run(self) -> int:
+        """Denoising steps of a chunk that are run."""
+        return min(self.shape.steps, self.steps or self.shape.steps)
+
+    def check(self) -> None:
+        """Refuse what there is not.
+
+        Raises:
+            UnknownNameError: The model, or the resolution for its host.
+            ParameterError: The video is too short, the window does not fit, or there is one encoding.
+        """
+        if self.once and self.shape.kinds == 1:
+            raise ParameterError(f"--once: {self.shape.title} has one encoding, which is stored once")
+        self.shape.latents(self.frames)
+        self.shape.frame_tokens(self.resolution)
+
+    def build(self, layers: int | None = None) -> Stack:
+        """The stack, of another depth if told."""
+        shape = self.shape
+        sizes: dict[str, Any] = {
+            "layers": self.depth if layers is None else layers,
+            "latents": shape.latents(self.frames),
+            "frame_tokens": shape.frame_tokens(self.resolution),
+        }
+        if self.offload and shape.host == "segments":
+            sizes["offload"] = True
+        return STACKS[self.model](shape, Weights(self.device), **sizes)
+
+
+@dataclass
+class Measured:
+    """What a cache took while a video was made.
+
+    Attributes:
+        method: Label of the method; ``"host"`` is the untouched host.
+        chunks: Seconds of each chunk's passes, by the name of the pass.
+        seal_seconds, decode_seconds: Of each chunk, as the cache counts them.
+        own_nbytes: BF16 bytes of the host's own cache at the end, wherever it lies.
+        sealed_nbytes, active_nbytes, state_nbytes, workspace_nbytes, staging_nbytes, host_nbytes: As
+            :class:`quantwm_models.CacheReport` states them at the end.
+        sealed_bf16_nbytes: What the sealed tokens would take in BF16.
+        held_nbytes: Most that the cache held on the device after any chunk: sealed and BF16 tokens, and statistics.
+        before_nbytes: Allocated on the device before the video: weights and prompt.
+        peak_nbytes: Most that was allocated at once; 0 on a CPU, which does not tell.
+        unit_nbytes: BF16 bytes of the largest unit that a layer sealed.
+    """
+
+    method: str
+    chunks: list[dict[str, list[float]]] = field(default_factory=list)
+    seal_seconds: list[float] = field(default_factory=list)
+    decode_seconds: list[float] = field(default_factory=list)
+    own_nbytes: int = 0
+    sealed_nbytes: int = 0
+    sealed_bf16_nbytes: int = 0
+    active_nbytes: int = 0
+    state_nbytes: int = 0
+    workspace_nbytes: int = 0
+    staging_nbytes: int = 0
+    host_nbytes: int = 0
+    held_nbytes: int = 0
+    before_nbytes: int = 0
+    peak_nbytes: int = 0
+    unit_nbytes: int = 0
+
+
+def run(plan: Plan, methods: Sequence[MethodChoice], tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Measure the untouched host, then each method, then the host again, which tells how steady the machine is; one line each.
+
+    A stack of one layer makes the same videos first: kernels are compiled then, and what a pass takes beside weights and
+    cache is read off it. Then the whole stack makes one with a single step a chunk, so that memory was allocated before.
+
+    Raises:
+        ParameterError, UnknownNameError: The plan asks for what there is not.
+        StateError: A result is not finite.
+    """
+    schemes: dict[str, Any] = {HOST: None}
+    schemes |= {method.label: method.scheme(plan.shape.per_seal) for method in methods}
+    single = plan.build(layers=1)
+    warm = [_measured(plan, single, *each) for each in schemes.items()]
+    beside = max(0, warm[0].peak_nbytes - warm[0].before_nbytes - (0 if plan.offload else warm[0].own_nbytes))
+    del single
+    stack = plan.build()
+    tell(f"{plan.shape.title}: {stack.weight_nbytes / 2**30:.2f} GiB of random weights, {stack.chunks} chunks")
+    if plan.alone:
+        del schemes[HOST]
+    else:
+        _measured(replace(plan, steps=1), stack, HOST, None)
+        schemes[AGAIN] = None
+    for name, scheme in schemes.items():
+        measured = _measured(plan, stack, name, scheme)
+        yield _line(plan, stack, measured, beside)
+        tell(f"{name}: {sum(chunk_seconds(each, plan.shape.steps) for each in measured.chunks):.2f} s")
+
+
+def chunk_seconds(passes: dict[str, list[float]], steps: int) -> float:
+    """Seconds of a chunk, its denoising steps extrapolated to as many as the model makes.
+
+    >>> chunk_seconds({"build": [3.0], "step": [1.0, 2.0]}, 50)
+    78.0
+    """
+    others = sum(sum(each) for name, each in passes.items() if name != "step")
+    return others + steps * sum(passes["step"]) / len(passes["step"])
+
+
+def _measured(plan: Plan, stack: Stack, name: str, scheme: Any) -> Measured:
+    """Make a video with one kind of cache."""
+    measured, device = Measured(name), stack.weights.device
+    stack.forget()
+    gc.collect()  # caches of the method before, of which some are in cycles
+    with ExitStack() as inside:
+        inside.enter_context(torch.no_grad())
+        if device.type == "cuda":
+            inside.enter_context(torch.cuda.device(device))
+        attachment = inside.enter_context(_attached(plan, stack, scheme))
+        memory = inside.enter_context(DeviceMemory(device))
+        measured.before_nbytes = memory.before
+        told = (0.0, 0.0)
+        for number in range(stack.chunks):
+            measured.chunks.append(_timed(stack, number, plan.steps_run, gpu=device.type == "cuda"))
+            if attachment is not None:
+                told = _note(measured, attachment, told, anew=stack.shape.host != "rolling")
+        measured.own_nbytes, measured.peak_nbytes = stack.own_nbytes(), memory.most
+        stack.forget()
+    return measured
+
+
+def _attached(plan: Plan, stack: Stack, scheme: Any) -> AbstractContextManager[Attachment | None]:
+    if scheme is None:
+        return nullcontext()
+    # LongCat-Video moves its history away by itself, which a cache under it notices.
+    adapter = HyWorld(once=True) if plan.once else None
+    return attach(stack, scheme, adapter=adapter, offload=plan.offload and stack.shape.host != "segments")
+
+
+def _timed(stack: Stack, number: int, steps: int, *, gpu: bool) -> dict[str, list[float]]:
+    """Seconds of a chunk's passes; between them nothing is waited for."""
+    marks, result = [_mark(gpu)], None
+    names = []
+    for name, made in stack.chunk(number, steps):
+        names.append(name)
+        result = made
+        marks.append(_mark(gpu))
+    if result is not None and not bool(result.isfinite().all()):  # which waits
+        raise StateError(f"chunk {number}: the stack gave numbers that are not finite, so nothing was measured")
+    passes: dict[str, list[float]] = {}
+    for name, begin, end in zip(names, marks, marks[1:], strict=False):
+        seconds = begin.elapsed_time(end) / 1000 if gpu else end - begin
+        passes.setdefault(name, []).append(seconds)
+    return passes
+
+
+def _mark(gpu: bool) -> Any:
+    """A point in time, on the GPU's clock where one works."""
+    if not gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _note(
+    measured: Measured, attachment: Attachment, before: tuple[float, float], *, anew: bool
+) -> tuple[float, float]:
+    """Note what the caches report after a chunk; where they are made anew, their clocks begin anew."""
+    report = attachment.report()
+    now = (report.seal_seconds, report.decode_seconds)
+    seal, decode = now if anew else (now[0] - before[0], now[1] - before[1])
+    measured.seal_seconds.append(seal)
+    measured.decode_seconds.append(decode)
+    for name, value in asdict(report).items():
+        if name.endswith("_nbytes") and name != "shared_nbytes":
+            setattr(measured, name, value)
+    held = report.sealed_nbytes - report.host_nbytes + report.active_nbytes + report.state_nbytes
+    measured.held_nbytes = max(measured.held_nbytes, held)
+    units = (chunk.bf16_nbytes for cache in attachment.caches[:1] for chunk in cache.chunks)
+    measured.unit_nbytes = max(measured.unit_nbytes, *units, 0)
+    return now
+
+
+def modelled(measured: Measured, beside: int) -> int:
+    """Peak by the byte model: what was there, a pass of one layer, what the cache holds, and what its reads share.
+
+    Args:
+        measured: Under a compressed cache.
+        beside: Bytes of a pass beside weights and cache.
+
+    >>> modelled(Measured("quantwm", held_nbytes=3, workspace_nbytes=2, before_nbytes=40), 5)
+    50
+    """
+    cache = measured.held_nbytes + measured.workspace_nbytes + measured.staging_nbytes
+    return measured.before_nbytes + beside + cache
+
+
+def _line(plan: Plan, stack: Stack, measured: Measured, beside: int) -> dict[str, Any]:
+    """A line of results."""
+    shape = plan.shape
+    return {
+        "benchmark": "true-shapes",
+        "model": plan.model,
+        "resolution": plan.resolution or shape.resolutions[0],
+        "frames": plan.frames,
+        "window": shape.window,
+        "offload": plan.offload,
+        "once": plan.once,
+        "tiny": plan.tiny,
+        "layers": shape.layers,
+        "layers_run": stack.layers,
+        "steps": shape.steps,
+        "steps_run": plan.steps_run,
+        "tokens": stack.cached * stack.frame_tokens,
+        "weight_nbytes": stack.weight_nbytes,
+        "beside_nbytes": beside,
+        "model_nbytes": modelled(measured, beside),
+        **asdict(measured),
+    }

@@ -1,0 +1,132 @@
+"""Lines of results as tables, and the figures that are derived from a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantwm_core.errors import FormatError
+from quantwm_eval.markdown import listed
+from quantwm_eval.text_table import grid
+from quantwm_eval.true_shapes.measure import AGAIN, HOST, chunk_seconds
+from quantwm_eval.true_shapes.shape import Shape
+
+GIB = 2**30
+HEAD = ("cache", "at rest", "ratio", "peak", "of model", "s a chunk", "to host", "seal", "decode")
+CACHE_PARTS = ("own_nbytes", "sealed_nbytes", "active_nbytes", "state_nbytes")
+Line = Mapping[str, Any]
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """Lines of a results file.
+
+    Raises:
+        FormatError: A line is none of this benchmark.
+    """
+    found = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise FormatError(f"{path}, line {number}: no JSON ({error})") from error
+        if not isinstance(line, dict) or line.get("benchmark") != "true-shapes":
+            raise FormatError(f"{path}, line {number}: not of quantwm bench true-shapes")
+        found.append(line)
+    return found
+
+
+def key(line: Line) -> tuple[Any, ...]:
+    """What lines have in common that were measured together."""
+    names = ("model", "resolution", "frames", "window", "offload", "once", "layers_run", "steps_run", "tiny")
+    return tuple(line[name] for name in names)
+
+
+def at_rest(line: Line) -> float:
+    """Bytes of keys and values at the end of the video, statistics included, in all layers of the model."""
+    return sum(line[name] for name in CACHE_PARTS) * line["layers"] / line["layers_run"]
+
+
+def seconds(line: Line) -> list[float]:
+    """Seconds of each chunk, denoising steps and layers extrapolated to the model's."""
+    factor = line["layers"] / line["layers_run"]
+    return [factor * chunk_seconds(passes, line["steps"]) for passes in line["chunks"]]
+
+
+def shares(line: Line) -> tuple[float, float]:
+    """Shares of sealing and of reading in the time of a video."""
+    clean = Shape.load(line["model"]).clean
+    factor, whole = line["layers"] / line["layers_run"], sum(seconds(line))
+    reads = (line["steps"] + clean) / (line["steps_run"] + clean)
+    return factor * sum(line["seal_seconds"]) / whole, factor * reads * sum(line["decode_seconds"]) / whole
+
+
+def render(lines: Sequence[Line]) -> str:
+    """Tables for a terminal, one for each stack."""
+    groups = dict.fromkeys(map(key, lines))
+    return "\n\n".join(_one([line for line in lines if key(line) == each]) for each in groups)
+
+
+def markdown(lines: Sequence[Line]) -> str:
+    """The table of one stack for a page."""
+    return listed(HEAD, _rows(lines))
+
+
+def title(line: Line) -> str:
+    """What was run.
+
+    >>> told = {"model": "hy_world", "resolution": "704p", "frames": 93, "window": 16, "offload": False, "once": False}
+    >>> title(told | {"tiny": False, "layers": 30, "layers_run": 2, "steps": 4, "steps_run": 4})
+    'HY-World 1.5, 5B, 704p, 93 frames, window 16 latent frames, extrapolated from 2 of 30 layers'
+    """
+    parts = [Shape.load(line["model"]).title, line["resolution"], f"{line['frames']} frames"]
+    if line["window"] is not None:
+        parts.append(f"window {line['window']} latent frames")
+    parts += [said for name, said in (("offload", "offloaded"), ("once", "stored once")) if line[name]]
+    of = [
+        (f"{line[f'{what}_run']} of {line[what]} {what}")
+        for what in ("layers", "steps")
+        if line[f"{what}_run"] < line[what]
+    ]
+    if of:
+        parts.append(f"extrapolated from {' and '.join(of)}")
+    return ", ".join([*parts, *(["in small: no figure of the model"] if line["tiny"] else [])])
+
+
+def _one(lines: Sequence[Line]) -> str:
+    return f"{title(lines[0])}\n\n{grid([HEAD, *_rows(lines)])}"
+
+
+def _rows(lines: Iterable[Line]) -> list[tuple[str, ...]]:
+    every = list(lines)
+    hosts = [line for line in every if line["method"] in (HOST, AGAIN)]
+    return [_row(line, hosts) for line in every]
+
+
+def slowdown(line: Line, hosts: Sequence[Line]) -> float:
+    """How much longer a video takes than under the untouched host, as a share: 0.02 is 2 %.
+
+    Args:
+        line: Of a method, or of the host.
+        hosts: The host's, which the mean is taken of.
+    """
+    return len(hosts) * sum(seconds(line)) / sum(sum(seconds(host)) for host in hosts) - 1
+
+
+def _row(line: Line, hosts: Sequence[Line]) -> tuple[str, ...]:
+    each, (seal, decode) = seconds(line), shares(line)
+    ratio = at_rest(hosts[0]) / at_rest(line) if hosts else None
+    slower = slowdown(line, hosts) if hosts else None
+    measured, ours = line["peak_nbytes"] > 0, line not in hosts
+    return (
+        line["method"],
+        f"{at_rest(line) / GIB:.3f} GiB",
+        "-" if ratio is None else f"{ratio:.2f}x",
+        f"{line['peak_nbytes'] / GIB:.2f} GiB" if measured else "-",
+        f"{line['peak_nbytes'] / line['model_nbytes']:.3f}" if measured and ours else "-",
+        f"{sorted(each)[len(each) // 2]:.3f}",
+        "-" if slower is None else f"{100 * slower:+.1f} %",
+        f"{100 * seal:.1f} %" if ours else "-",
+        f"{100 * decode:.1f} %" if ours else "-",
+    )

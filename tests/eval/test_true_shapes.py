@@ -1,0 +1,218 @@
+"""The five models' stacks: the bytes of their true shapes, their hosts' protocols, and what is measured of them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantwm_core.chunk import KINDS
+from quantwm_core.errors import FormatError
+from quantwm_core.method import scheme
+from quantwm_core.stream import Stream
+from quantwm_eval.experiment import MethodChoice
+from quantwm_eval.true_shapes import budget, measure, shape, table
+from quantwm_eval.true_shapes.measure import AGAIN, HOST, Plan, run
+from quantwm_eval.true_shapes.shape import Shape
+from quantwm_eval.true_shapes.stack import Stack
+from quantwm_models import attach
+from tests.eval.live_bytes import LiveMemory
+
+GIB = 2**30
+QUICK = "quantwm:iterations=1"
+BF16 = MethodChoice("bf16")
+
+
+def video(stack: Stack, method: str | None, **told: Any) -> tuple[list[Tensor], Any]:
+    """Every pass of a video, and the report of the cache under it."""
+    stack.forget()
+    with torch.no_grad():
+        if method is None:
+            return [made for chunk in range(stack.chunks) for _, made in stack.chunk(chunk, 2)], None
+        with attach(stack, MethodChoice.parse(method).scheme(stack.shape.per_seal), **told) as attachment:
+            passes = [made for chunk in range(stack.chunks) for _, made in stack.chunk(chunk, 2)]
+            return passes, attachment.report()
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "gib"),
+    [("longcat_video", 19 * 1560, 21.709), ("lingbot_world", 18 * 1560, 21.42), ("causal_forcing", 24 * 1560, 6.43)],
+)
+def test_bf16_caches_take_what_the_paper_states(name: str, tokens: int, gib: float) -> None:
+    model = Shape.load(name)
+    assert model.cached(model.latents(93)) * model.frame_tokens() == tokens
+    assert tokens * model.token_nbytes() / GIB == pytest.approx(gib, abs=0.005)
+
+
+@pytest.mark.parametrize("name", shape.names())
+def test_a_stack_takes_the_bytes_and_has_the_weights_of_its_shape(name: str) -> None:
+    plan = Plan(name, tiny=True)
+    stack, model = plan.build(), plan.shape
+    video(stack, None)
+    assert stack.own_nbytes() == model.cached(24) * 16 * model.token_nbytes()
+    assert stack.weight_nbytes == 2 * model.layers * model.layer_parameters
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("name", shape.names())
+def test_a_cache_without_compression_gives_the_hosts_bits(name: str, offload: bool) -> None:
+    stack = Plan(name, tiny=True, offload=offload).build()
+    expected, _ = video(stack, None)
+    found, _ = video(stack, "bf16", offload=offload)
+    assert len(found) == len(expected) > stack.chunks
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    coarse, report = video(stack, QUICK, offload=offload)
+    assert all(each.isfinite().all() for each in coarse)
+    assert not torch.equal(coarse[-1], expected[-1])
+    assert report.sealed_tokens > 0
+    assert (report.host_nbytes == report.sealed_nbytes) == offload
+    again, _ = video(stack, None)
+    assert all(torch.equal(one, other) for one, other in zip(again, expected, strict=True))
+
+
+def test_two_encodings_of_one_are_half_the_bytes() -> None:
+    both, once = (
+        list(run(Plan("hy_world", tiny=True, steps=1, once=each), [BF16], lambda _: None)) for each in (False, True)
+    )
+    assert 2 * once[1]["sealed_nbytes"] == both[1]["sealed_nbytes"] == both[0]["own_nbytes"]
+    assert "stored once" in table.title(once[1])
+
+
+@pytest.mark.parametrize("name", shape.names())
+def test_the_peak_is_the_byte_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = shape.tiny
+    monkeypatch.setattr(measure, "tiny", lambda each: replace(small(each), layers=5))
+    monkeypatch.setattr(measure, "DeviceMemory", LiveMemory)
+    plan = Plan(name, tiny=True, steps=1)
+    _, ours, _ = run(plan, [MethodChoice.parse(QUICK)], lambda _: None)
+    # A history that is dense in more than one layer would add a twentieth for each, and more.
+    assert ours["peak_nbytes"] == pytest.approx(ours["model_nbytes"], rel=0.05)
+
+
+@pytest.mark.parametrize("per_seal", [1, 2])
+@pytest.mark.parametrize("name", shape.names())
+def test_the_budget_is_what_a_cache_holds(name: str, per_seal: int) -> None:
+    plan = Plan(name, tiny=True, steps=1, alone=True)
+    method = MethodChoice.parse(f"{QUICK}:chunks_per_seal={per_seal}")
+    (line,) = run(plan, [method], lambda _: None)
+    budgeted = budget.cache_nbytes(plan.shape, 16, 24, method.scheme(per_seal))
+    assert budgeted.total - budgeted.workspace == line["held_nbytes"]
+    # A workspace that has grown has room for more.
+    assert budgeted.workspace <= line["workspace_nbytes"] <= 1.25 * budgeted.workspace
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "unit", "gib"),
+    [
+        ("causal_forcing", 24, 6, 1.17),
+        ("lingbot_world", 18, 4, 4.20),
+        ("hy_world", 16, 16, 1.58),
+        ("longcat_video", 19, 19, 3.54),
+    ],
+)
+def test_sealed_units_take_what_is_stated_of_them(name: str, frames: int, unit: int, gib: float) -> None:
+    model, chosen = Shape.load(name), scheme("quantwm", preset="paper")
+    sizes = (1, model.heads, unit * model.frame_tokens(), model.kinds * model.channels)
+    each = sum(
+        method.nbytes(kind, sizes, False) for kind, method in zip(KINDS, (chosen.keys, chosen.values), strict=True)
+    )
+    assert model.layers * each * frames / unit / GIB == pytest.approx(gib, abs=0.005)
+
+
+def test_a_window_of_two_chunks_is_half_bf16() -> None:
+    held = budget.cache_nbytes(Shape.load("matrix_game"), 880, 24, scheme("quantwm"))
+    assert (held.stored + held.exact) / 2**20 == pytest.approx(559, abs=1)
+
+
+def test_a_longer_history_fits_and_one_more_chunk_does_not() -> None:
+    for name in shape.names():
+        model, packed = Shape.load(name), scheme("quantwm", chunks_per_seal=2)
+        resolution, more = model.resolutions[0], 1 if model.host == "segments" else model.chunk
+        for method in (None, packed):
+            most = budget.longest(model, resolution, 80 * GIB, method)
+            whole = budget.unbounded(model)
+            assert budget.process(whole, resolution, most, method).total <= 80 * GIB
+            assert budget.process(whole, resolution, most + more, method).total > 80 * GIB
+    assert budget.longest(Shape.load("lingbot_world"), "480p", 24 * GIB) == 0
+
+
+def test_bytes_of_many_chunks_are_those_of_one_after_the_other() -> None:
+    model, method = (
+        replace(shape.tiny(Shape.load("causal_forcing")), tokens={"480p": 48}),
+        scheme("quantwm", chunks_per_seal=2),
+    )
+    stream, held = Stream(chunks_per_seal=2), []
+    for _ in range(13):
+        stream = stream.append(144).sealed()
+        held.append(stream)
+    last = list(budget._streams(model, 48, 39, method))
+    assert last == held[-len(last) :]
+
+
+def test_the_command_prints_a_table_and_writes_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from quantwm_eval.cli import main
+
+    out = tmp_path / "lines.jsonl"
+    command = ["bench", "true-shapes", "longcat_video", "--tiny", "--steps", "2", "--methods", f"kivi,{QUICK}"]
+    assert main([*command, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "LongCat-Video, 480p, 93 frames, extrapolated from 2 of 4 steps, in small: no figure of the model" in printed
+    lines = table.load(out)
+    assert [line["method"] for line in lines] == [HOST, "kivi", QUICK, AGAIN]
+    assert table.render(lines) == printed.rstrip("\n")
+    ours = lines[2]
+    assert len(ours["chunks"]) == len(ours["seal_seconds"]) == 2
+    assert [len(chunk["step"]) for chunk in ours["chunks"]] == [2, 2]
+    assert min(table.shares(ours)) > 0
+    assert sum(table.shares(ours)) < 1
+    assert main([*command, "--out", str(out)]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main(["bench", "budget", "hy_world"]) == 0
+    assert "HY-World 1.5, 5B, 704p" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (["hy_world", "--resolution", "480p"], "unknown resolution of HY-World 1.5, 5B '480p'; known: 704p"),
+        (["lingbot_world", "--window", "9"], "--window 9: LingBot-World-v2 needs at least 10, its sink and a chunk"),
+        (["causal_forcing", "--window", "9"], "--window 9: Causal-Forcing has no window"),
+        (["longcat_video", "--frames", "17"], "--frames 17: LongCat-Video needs 6 latent frames, 21 of video"),
+        (["longcat_video", "--once"], "--once: LongCat-Video has one encoding, which is stored once"),
+        (["matrix_game", "--memory", "4"], "--memory 4: cpu has 0 GiB that can be limited"),
+        (["matrix_game", "--device", "tpu"], "--device tpu: need cpu, cuda or cuda:N"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_it_is_begun(
+    told: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quantwm_eval.cli import main
+
+    assert main(["bench", "true-shapes", *told]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_lines_of_something_else_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    for text in ("no JSON", '{"benchmark": "decode"}', "[1]"):
+        path.write_text(f"{text}\n", encoding="utf-8")
+        with pytest.raises(FormatError, match="line 1"):
+            table.load(path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("name", "offload"), [*((name, False) for name in shape.names()), ("longcat_video", True)])
+def test_the_peak_on_a_gpu_is_within_the_byte_model(name: str, offload: bool) -> None:
+    plan = Plan(name, layers=3, steps=1, device="cuda", offload=offload)
+    methods = [MethodChoice.parse(each) for each in ("quantwm", "qvg:iterations=2")]
+    host, *ours, _ = run(plan, methods, lambda _: None)
+    for line in ours:
+        # With so few layers, what sealing takes for a unit of one of them counts.
+        assert line["peak_nbytes"] <= 1.03 * (line["model_nbytes"] + line["unit_nbytes"]), line
+    if plan.shape.host != "rolling" and not offload:
+        dense = 2 * host["own_nbytes"]
+        assert host["peak_nbytes"] >= host["before_nbytes"] + dense
+        assert ours[0]["peak_nbytes"] <= host["peak_nbytes"] - dense / 2

@@ -1,0 +1,55 @@
+"""docs/true-shapes.md: its tables are those of its data, and what it says can be typed."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from quantwm_eval import cli
+from quantwm_eval.true_shapes import shape, table
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "true-shapes.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("true_shapes_page", ROOT / "scripts" / "true_shapes_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_its_tables_are_those_of_the_data_and_of_the_formulas(script: ModuleType) -> None:
+    assert script.filled(PAGE, script.tables()) == PAGE, "run python scripts/true_shapes_page.py"
+
+
+def test_data_are_of_whole_shapes(script: ModuleType) -> None:
+    if script.RESULTS.exists():
+        lines = table.load(script.RESULTS)
+        assert lines
+        assert not any(line["tiny"] for line in lines)
+        assert all(line["provenance"]["device"] != "cpu" for line in lines)
+
+
+@pytest.mark.parametrize("text", ["a", "<!-- t -->", "<!-- t --><!-- t --><!-- /t -->"])
+def test_a_place_that_is_not_there_once_is_refused(text: str, script: ModuleType) -> None:
+    with pytest.raises(ValueError, match="need one place"):
+        script.filled(text, {"t": "new"})
+
+
+def test_every_command_can_be_typed() -> None:
+    (block,) = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    for line in block.splitlines():
+        program, *arguments = shlex.split(line)
+        assert program == "quantwm"
+        cli.parser().parse_args(arguments)
+
+
+def test_every_model_is_named() -> None:
+    assert all(shape.Shape.load(name).title in PAGE for name in shape.names())
