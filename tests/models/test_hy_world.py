@@ -108,6 +108,19 @@ def test_what_cannot_be_derived_bit_for_bit_is_stored_in_both_kinds() -> None:
     assert channels == [CHANNELS, 2 * CHANNELS]
 
 
+def test_a_rank_that_was_given_its_own_rotation_alone_stores_both_kinds() -> None:
+    def make() -> WanPipeline:
+        host = WanPipeline()
+        host.ranks = 2
+        return host
+
+    expected = bits(make().video(0, 3))
+    host = make()
+    with attach(host, "bf16", adapter=HyWorld(once=True)) as attachment:
+        assert bits(host.video(0, 3)) == expected
+    assert {chunk.keys.shape[3] for cache in attachment.caches for chunk in cache.chunks} == {2 * CHANNELS}
+
+
 def test_an_option_that_the_host_has_no_function_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(hy_world_host, "prope_qkv")
     host = WanPipeline()

@@ -129,12 +129,14 @@ class _Layer:
             stack.callback(block.register_forward_hook(self.leave, with_kwargs=True, always_call=True).remove)
             yield
 
+    @uncompiled
     def enter(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block begins."""
         for each in self.seen:
             each.watching.append(None)
         self.function.watching.append(self)
 
+    @uncompiled
     def leave(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The block is done, or failed."""
         for each in (*self.seen, self.function):
@@ -221,6 +223,7 @@ class _WanLayer(_Layer):
         self.asked: Tensor | None = None
         self.heads: int | None = None
 
+    @uncompiled
     def enter(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the block tensors; one that makes a cache has no use for the one before."""
         if len(args) < 6:
@@ -242,6 +245,7 @@ class _WanLayer(_Layer):
         given = dict(zip("kv", self.past or (None, None), strict=True))
         return (*args[:4], given, *args[5:]), kwargs
 
+    @uncompiled
     def leave(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Take the cache that the block made."""
         try:
