@@ -66,8 +66,21 @@ AHEAD = tuple(
 """Statistics turned to frames to come: the 12 that judge a unit, fewer and more. Only the demo world has a rotary embedding."""
 
 
+LONG = tuple(
+    f"{method}:chunks_per_seal=11"
+    for method in (
+        "quantwm:preset=paper", "quantwm:preset=sharp", "oscar", "kvtc:bits=1.25", "klt:bits=1", "klt:bits=1.25", "klt:bits=1.5",
+        "klt:bits=2", "klt:bits=1.25:lifetime=0", "klt:bits=1.25:lifetime=8", "klt:bits=1.25:frames_ahead=28",
+        "klt:bits=1.25:level=0.0025", "klt:bits=1.25:level=0.0025:frames_ahead=28",
+    )
+)  # fmt: skip
+"""Units of eleven chunks: what does a basis cost there, and what is a total of a tenth worth?"""
+
+
 def labels(model: str) -> tuple[str, ...]:
     """What is measured on a model: every ablation and every basis on the demo world, the preset's three main ablations elsewhere."""
+    if model == "long":
+        return LONG
     ablations = (*ALONE, *WITHOUT) if model == "room" else WITHOUT[:3]
     codes = (*TRANSFORMS, *BASES, *AHEAD) if model == "room" else TRANSFORMS
     transforms = tuple(label for label in codes if label.partition(":")[0] in methods.names())
