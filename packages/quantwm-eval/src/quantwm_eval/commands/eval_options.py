@@ -81,7 +81,9 @@ def _add_host(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", dest="model", metavar="NAME", help=f"one of {known} (default: demo)")
     group.add_argument("--checkout", type=Path, metavar="DIR", help="the host's own code")
     group.add_argument("--weights", type=Path, metavar="PATH", help="the host's weights")
-    group.add_argument("--inputs", type=Path, metavar="PATH", help="scenes: a file of prompts, a folder of pictures, or one of folders")
+    group.add_argument(
+        "--inputs", type=Path, metavar="PATH", help="scenes: a file of prompts, a folder of pictures, or one of folders"
+    )
     group.add_argument(
         "--config", type=Path, metavar="FILE", help="the host's own configuration (default: its usual one)"
     )
