@@ -10,8 +10,11 @@ FOLDER = Path(__file__).parents[2] / "docs" / "results"
 FINISHED = sorted([*FOLDER.glob("paper-*.jsonl"), *FOLDER.glob("beyond-*.jsonl")])
 
 
-def test_every_bundled_experiment_has_been_run() -> None:
-    assert [path.stem for path in FINISHED] == sorted(name.replace("/", "-") for name in named.names())
+def test_every_bundled_experiment_has_been_run_or_is_said_to_be_missing() -> None:
+    page = (FOLDER.parent / "results.md").read_text(encoding="utf-8")
+    missing = page.partition("## Not measured yet")[2].partition("## ")[0]
+    there = {path.stem.replace("-", "/", 1) for path in FINISHED}
+    assert [name for name in named.names() if (name in there) == (f"`{name}`" in missing)] == []
 
 
 @pytest.mark.parametrize("path", FINISHED, ids=lambda path: path.stem)
