@@ -30,6 +30,8 @@ TWO_PROCESSES = ("-n", "2", "--dist", "worksteal")
 EXAMPLES = ("-p", "tests.examples")
 
 HOSTS_ON_THE_INDEX = ("diffsynth", "fastvideo")
+# What puts LoRA into a host's layers.
+ADAPTING = ("accelerate", "peft", "psutil")
 
 # In the order of the imports: each package may use those before it.
 PACKAGES = ("core", "kernels", "models", "eval")
@@ -121,7 +123,7 @@ def hosts(session: nox.Session) -> None:
         extra="causal_forcing,fastvideo,hy_world,lingbot_world,longcat_video,matrix_game,sglang",
     )
     # What they ask for are servers, trainers and CUDA libraries; the extras above are what their models import.
-    session.install("--no-deps", *HOSTS_ON_THE_INDEX, f"--editable={ROOT / 'docs' / 'anyflow'}")
+    session.install("--no-deps", *HOSTS_ON_THE_INDEX, *ADAPTING, f"--editable={ROOT / 'docs' / 'anyflow'}")
     if session.posargs:  # checkouts, which experiments load, too
         session.install(f"--editable={folder('eval')}")
     pytest(session, *TWO_PROCESSES, "tests/hosts", **ONE_THREAD)

@@ -30,6 +30,7 @@ class Size:
         text: Tokens and channels of a prompt.
         widening: Of the feed-forward layers.
         embedding: Channels of a step's embedding, and of its frequencies.
+        split: Parts of a frame's height and of its width, each a rank's.
     """
 
     layers: int = 2
@@ -43,6 +44,7 @@ class Size:
     text: tuple[int, int] = (8, 24)
     widening: int = 1
     embedding: tuple[int, int] = (32, 32)
+    split: tuple[int, int] = (1, 1)
     device: str = "cpu"
 
     @property
@@ -103,7 +105,7 @@ def transformer(load: Load, size: Size) -> Any:
             adaln_tembed_dim=size.embedding[0],
             frequency_embedding_size=size.embedding[1],
             enable_xformers=True,
-            cp_split_hw=[1, 1],
+            cp_split_hw=list(size.split),
             text_tokens_zero_pad=True,
         )
     randomise(model)

@@ -16,6 +16,7 @@ from quantwm_models.errors import HostError
 from tests.hosts.causal_forcing import FEW_STEPS, FRAME, Load, Size, built, importing, lived, noise
 from tests.hosts.checkout import checkouts
 from tests.hosts.live import Live, footprint, prove, refuses_others
+from tests.hosts.weights import TREATMENTS
 from tests.models.chunks import bits
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the hosts have their own
@@ -53,6 +54,19 @@ def test_few_step_pipeline(load: Load, name: str) -> None:
     assert report.tokens == size.layers * FRAME * min(window, chunks[-1] * size.chunk)
     assert report.active_nbytes == size.layers * width * FRAME * size.chunk
     assert report.ratio > 1.5
+
+
+@pytest.mark.parametrize("treat", ["moved_by_leaf", "moved_by_block", "adapted"])
+def test_weights_that_are_moved_or_adapted(load: Load, treat: str) -> None:
+    size = Size(window=6)
+
+    def make() -> Live:
+        pipeline = built(load, *FEW_STEPS, size)
+        TREATMENTS[treat](pipeline.generator.model)
+        return lived(load, pipeline, size)
+
+    report = prove(make, (4, 3)).report()
+    assert report.sealed_tokens == size.layers * FRAME * size.chunk
 
 
 def test_released_width_through_the_stock_allocator(load: Load) -> None:

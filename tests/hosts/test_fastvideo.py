@@ -16,6 +16,7 @@ from quantwm_models.errors import HostError
 from tests.hosts import fastvideo
 from tests.hosts.checkout import checkouts
 from tests.hosts.live import Live, footprint, prove, randomise
+from tests.hosts.weights import TREATMENTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the host has its own
 
@@ -34,7 +35,7 @@ def load(request: pytest.FixtureRequest) -> Iterator[Load]:
         yield load
 
 
-def lived(load: Load, **more: Any) -> Live:
+def lived(load: Load, treat: str = "", **more: Any) -> Live:
     """Chunks, each denoised and then run once more clean, as the stage's ``forward`` does."""
     module = load("fastvideo.models.dits.causal_wanvideo")
     configs = load("fastvideo.configs.models.dits.wanvideo")
@@ -44,6 +45,8 @@ def lived(load: Load, **more: Any) -> Live:
     model = module.CausalWanTransformer3DModel(config, {}).eval().requires_grad_(False)
     randomise(model)
     model.to(torch.bfloat16)
+    if treat:
+        model = TREATMENTS[treat](model)
     stage = load("fastvideo.pipelines.stages.causal_denoising").CausalDMDDenosingStage(model, None)
     stage.frame_seq_length = FRAME
 
@@ -82,6 +85,12 @@ def test_videos(load: Load, name: str) -> None:
     assert report.tokens == LAYERS * FRAME * min(window, 4 * CHUNK)
     assert report.sealed_tokens == report.tokens - LAYERS * FRAME * CHUNK
     assert report.active_nbytes == WIDTH * LAYERS * FRAME * CHUNK
+
+
+@pytest.mark.parametrize("treat", ["moved_by_leaf", "moved_by_block"])
+def test_weights_that_are_moved(load: Load, treat: str) -> None:
+    report = prove(lambda: lived(load, treat, local_attn_size=6), (3, 2)).report()
+    assert report.sealed_tokens == LAYERS * FRAME * CHUNK
 
 
 def test_another_policy_or_shape_is_refused_before_anything_changes(load: Load) -> None:

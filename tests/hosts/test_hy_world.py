@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from quantwm_core.errors import StateError
 from quantwm_models import adapters, attach
@@ -26,7 +24,7 @@ from tests.hosts.checkout import checkouts, importing
 from tests.hosts.hy_world import CHUNK, SMALL, WAN_FRAME, Load, cameras, importing_wan, lived_wan
 from tests.hosts.live import Live, footprint, prove, randomise, refuses_others
 from tests.models.chunks import bits
-from tests.models.ranks import Collectives
+from tests.models.ranks import Rank, launch, proved
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the host has its own
 
@@ -198,34 +196,21 @@ def test_wan_with_frames_that_are_retrieved_from_memory(load_wan: Load) -> None:
     assert attachment.report().tokens == LAYERS * 16 * WAN_FRAME
 
 
-def one_of_two_ranks(rank: int, root: Path, folder: Path) -> None:
+def one_of_two_ranks(rank: Rank, _: Path, root: Path) -> None:
     """What each process of the test below does."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=(folder / "ranks").as_uri(), rank=rank, world_size=2)
     with importing_wan(root) as load:
-        for heads in (2, 3):  # the host pads the latter to four
+        for heads, once in ((2, True), (3, False)):  # the host pads the latter to four
             live = lived_wan(load, replace(SMALL, heads=heads))
-            plain, called = watched(live)
-            for once in (False, True):
-                with attach(live.pipeline, "bf16", adapter=HyWorld(once)):
-                    assert watched(live) == (plain, called)
-            with attach(live.pipeline, "quantwm", iterations=1) as attachment:
-                made, names = watched(live)
-            assert made != plain
-            assert names == called != []
+
+            def video(seed: int, live: Live = live) -> Tensor:
+                return live.video(seed, 2)
+
+            attachment = proved(live.pipeline, video, HyWorld(once), videos=1)
             cache = attachment.caches[0]
-            assert (cache.ranks, cache.chunks[0].keys.shape) == (2, (1, heads - 1, CHUNK * WAN_FRAME, 2 * CHANNELS))
-    dist.destroy_process_group()
-
-
-def watched(live: Live) -> tuple[bytes, list[str]]:
-    """Bits of a video of two chunks, and the collectives that it took."""
-    with Collectives() as collectives:
-        video = live.video(0, 2)
-    assert video.isfinite().all()
-    return bits(video), collectives.names
+            assert cache.ranks == rank.count
+            assert cache.chunks[0].keys.shape == (1, heads - 1, CHUNK * WAN_FRAME, 2 * CHANNELS)
 
 
 @pytest.mark.slow
 def test_wan_of_two_ranks(root: Path, tmp_path: Path) -> None:
-    spawn(one_of_two_ranks, args=(root, tmp_path), nprocs=2)
+    launch(one_of_two_ranks, 2, "cpu", tmp_path, root)

@@ -17,14 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from quantwm_models import adapters, attach
 from quantwm_models.errors import HostError
 from tests.hosts.checkout import checkouts, importing
 from tests.hosts.live import Live, footprint, prove, randomise, refuses_others, sdpa
 from tests.models.chunks import bits
-from tests.models.ranks import Collectives
+from tests.models.ranks import Rank, launch, proved
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the host has its own
 
@@ -259,46 +258,27 @@ def test_ulysses(load: Load, action: Path, tiny: Tiny) -> None:
     assert load("wan.distributed.sequence_parallel").flash_attention is sdpa
 
 
-def one_of_two_ranks(rank: int, root: Path, folder: Path) -> None:
+def one_of_two_ranks(rank: Rank, folder: Path, root: Path) -> None:
     """What each process of the test below does."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=(folder / "ranks").as_uri(), rank=rank, world_size=2)
+    chunks = (7, 3)
     with imported(root) as load:
         for sharded in (False, True):
-            of_two_ranks(load, folder, Tiny(window=18, sink=6, parallel=True, sharded=sharded))
-    dist.destroy_process_group()
+            tiny = Tiny(window=18, sink=6, parallel=True, sharded=sharded)
+            live = lived(load, tiny, folder)
+            live.pipeline.sp_size = rank.count
+            live.video(9, 1)  # FSDP checks itself at its first call
 
+            def video(seed: int, live: Live = live) -> Tensor:
+                return live.video(seed, chunks[seed])
 
-def of_two_ranks(load: Load, folder: Path, tiny: Tiny) -> None:
-    """Hold the cache against the untouched host, its collectives too."""
-    counts = (7, 3)
-    live = lived(load, tiny, folder)
-    live.pipeline.sp_size = 2
-    live.video(9, 1)  # FSDP checks itself at its first call
-
-    def videos() -> tuple[list[Tensor], list[str]]:
-        with Collectives() as collectives:
-            return [live.video(seed, count) for seed, count in enumerate(counts)], collectives.names
-
-    plain, called = videos()
-    with attach(live.pipeline, "bf16"):
-        again, names = videos()
-    assert [bits(each) for each in again] == [bits(each) for each in plain]
-    assert names == called
-    with attach(live.pipeline, "quantwm", iterations=2) as attachment:
-        made, names = videos()
-    assert names == called != []
-    assert all(video.isfinite().all() for video in made)
-    cache = attachment.caches[0]
-    assert (cache.ranks, cache.chunks[0].keys.shape) == (2, (1, HEADS // 2, tiny.chunk * FRAME, CHANNELS))
-    both = [torch.empty_like(made[0]) for _ in range(2)]
-    dist.all_gather(both, made[0].contiguous())
-    assert torch.equal(both[0], both[1])
+            cache = proved(live.pipeline, video).caches[0]
+            assert cache.ranks == rank.count
+            assert cache.chunks[0].keys.shape == (1, HEADS // 2, tiny.chunk * FRAME, CHANNELS)
 
 
 @pytest.mark.slow
 def test_ulysses_of_two_ranks(root: Path, action: Path) -> None:
-    spawn(one_of_two_ranks, args=(root, action), nprocs=2)
+    launch(one_of_two_ranks, 2, "cpu", action, root)
 
 
 @pytest.mark.usefixtures("group")

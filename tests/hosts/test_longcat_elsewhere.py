@@ -18,6 +18,7 @@ from quantwm_models.adapters.longcat_video import LongCatVideo
 from tests.hosts import fastvideo
 from tests.hosts.checkout import checkouts, importing
 from tests.hosts.live import Live, prove, randomise
+from tests.hosts.weights import TREATMENTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the hosts have their own
 
@@ -76,11 +77,13 @@ def fast(load: Callable[[str], Any]) -> Host:
     return Host(model=model, context=lambda: fastvideo.calling(load), modules=(module,), masked=False)
 
 
-def lived(make: Callable[[], Host], *, offload: bool = False, prompts: int = 2) -> Live:
+def lived(make: Callable[[], Host], *, offload: bool = False, prompts: int = 2, treat: str = "") -> Live:
     """Segments, each continuing the one before: history in one pass, then steps that read it, as both pipelines do."""
     host = make()
     model = host.model.eval().requires_grad_(False)
     randomise(model)
+    if treat:
+        model = TREATMENTS[treat](model)
     for attention in (module for module in model.modules() if hasattr(module, "rope_3d")):
         for part in (getattr(attention, name, None) for name in ("k_norm", "qkv", "to_v")):
             if part is not None:
@@ -121,6 +124,12 @@ def test_segments(make: Callable[[], Host], offload: bool) -> None:
     assert report.tokens == report.sealed_tokens == LAYERS * COND * FRAME
     assert report.active_nbytes == 0
     assert report.host_nbytes == offload * report.sealed_nbytes
+
+
+@pytest.mark.parametrize("treat", TREATMENTS)
+def test_weights_that_are_moved_adapted_or_quantized(make: Callable[[], Host], treat: str) -> None:
+    report = prove(lambda: lived(make, treat=treat), (2, 1)).report()
+    assert report.sealed_tokens == LAYERS * COND * FRAME
 
 
 def test_queries_of_both_prompts_count_and_later_units_know_them(make: Callable[[], Host]) -> None:

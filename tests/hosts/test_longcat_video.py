@@ -4,9 +4,13 @@ Run with ``nox -s hosts -- --checkout longcat_video=PATH``.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import Tensor
 
 from quantwm_core.errors import StateError
 from quantwm_models import adapters, attach
@@ -16,6 +20,7 @@ from tests.hosts.checkout import checkouts
 from tests.hosts.live import Live, footprint, prove, refuses_others
 from tests.hosts.longcat_video import SMALL, Load, built, importing, lived
 from tests.models.chunks import bits, compensated
+from tests.models.ranks import Rank, launch, proved
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the host has its own
 
@@ -25,14 +30,43 @@ COND = SMALL.history
 
 
 @pytest.fixture(scope="module")
-def load(request: pytest.FixtureRequest) -> Iterator[Load]:
-    root = checkouts(request.config).get("longcat_video")
-    if root is None:
+def root(request: pytest.FixtureRequest) -> Path:
+    found = checkouts(request.config).get("longcat_video")
+    if found is None:
         pytest.skip("no checkout longcat_video was named")
     pytest.importorskip("diffusers.video_processor")
     pytest.importorskip("transformers")
+    return found
+
+
+@pytest.fixture(scope="module")
+def load(root: Path) -> Iterator[Load]:
     with importing(root) as load:
         yield load
+
+
+def one_of_two_ranks(rank: Rank, _: Path, root: Path) -> None:
+    """What each process of the test below does."""
+    with importing(root) as load:
+        # The host's own setup asks for a GPU.
+        group = load("longcat_video.context_parallel.context_parallel_util")
+        group.cp_size, group.cp_rank, group.cp_group = rank.count, rank.number, dist.group.WORLD
+        for split in ((1, 2), (2, 1)):
+            size = replace(SMALL, split=split)
+            live = lived(load, built(load, size), size)
+
+            def video(seed: int, live: Live = live) -> Tensor:
+                return live.video(seed, 2)
+
+            for cache in proved(live.pipeline, video).caches:
+                shapes = [unit.keys.shape for unit in cache.chunks]
+                assert shapes == [(1, SMALL.heads, COND * FRAME // 2, SMALL.head_dim)]
+                assert all(map(compensated, cache.chunks))
+
+
+@pytest.mark.slow
+def test_frames_that_two_ranks_share(root: Path, tmp_path: Path) -> None:
+    launch(one_of_two_ranks, 2, "cpu", tmp_path, root)
 
 
 def small(load: Load, **arguments: Any) -> Live:

@@ -127,14 +127,21 @@ class WanBlock(nn.Module):
         self, x: Tensor, prompt: Tensor, temb: Any, rotary_emb: Any, kv_cache: Any, is_cache: bool, views: Tensor
     ) -> Any:
         """The output, and the cache if it is asked for."""
-        made, cache = self.attn1.processor(self, x, kv_cache, is_cache, Scene(rotary_emb, views))
+        first, second = (each.repeat(1, 1, x.shape[1] // each.shape[2], 1) for each in rotary_emb)
+        made, cache = self.attn1.processor(self, x, kv_cache, is_cache, Scene((first, second), views))
         x = x + made
         q, k = ((each @ self.weights[3]).unflatten(-1, (HEADS, CHANNELS)).transpose(1, 2) for each in (x, prompt))
         return x + sageattn(q, k, k).transpose(1, 2).flatten(2), cache
 
 
 class WanPipeline:
-    """One call a chunk."""
+    """One call a chunk.
+
+    Attributes:
+        ranks: Parts of the rotation of which a block is given the first, as one of several ranks is.
+    """
+
+    ranks = 1
 
     def __init__(self, layers: int = 2, memory: int = 4) -> None:
         self.transformer: Any = nn.Module()
@@ -149,8 +156,9 @@ class WanPipeline:
     def _model(self, x: Tensor, start: int, is_cache: bool) -> Any:
         place, made = scene(torch.arange(start, start + x.shape[1] // FRAME)), []
         prompt = torch.ones(1, 3, WIDTH, dtype=x.dtype)
+        rotation = tuple(each[:, :, : x.shape[1] // self.ranks] for each in place.rotation)
         for number, block in enumerate(self.transformer.blocks):
-            x, cache = block(x, prompt, None, place.rotation, self._kv_cache[number], is_cache, place.views)
+            x, cache = block(x, prompt, None, rotation, self._kv_cache[number], is_cache, place.views)
             made.append(cache)
             if self.fails:
                 raise LookupError

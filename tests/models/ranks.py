@@ -65,9 +65,9 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launch(task: Callable[..., None], count: int, device: str, *arguments: Any) -> None:
-    """Run a task in ``count`` processes; what one of them raises is raised here."""
-    spawn(_process, args=(task, count, device, *arguments), nprocs=count)
+def launch(task: Callable[..., None], count: int, device: str, folder: Path, *arguments: Any) -> None:
+    """Run a task in ``count`` processes, given each its rank and the folder; what one of them raises is raised here."""
+    spawn(_process, args=(task, count, device, folder, *arguments), nprocs=count)
 
 
 def _process(number: int, task: Callable[..., None], count: int, device: str, folder: Path, *more: Any) -> None:
@@ -102,6 +102,12 @@ def held(chunks: Sequence[Chunk], ranks: int = 1) -> dict[str, Tensor]:
     return arrays
 
 
+def share(rank: Rank, folder: Path, tokens: int) -> None:
+    """Seal, then serve."""
+    seal(rank, folder, tokens)
+    serve(rank)
+
+
 def seal(rank: Rank, folder: Path, tokens: int) -> None:
     """Seal own heads of all tokens, then own tokens of all heads, and leave what was sealed in two files."""
     whole = stream(OWN_HEADS * rank.count, tokens, rank.device)
@@ -115,7 +121,7 @@ def seal(rank: Rank, folder: Path, tokens: int) -> None:
         save_file({key: each.cpu().contiguous() for key, each in arrays.items()}, folder / f"{name}-{rank.number}")
 
 
-def serve(rank: Rank, _: Path) -> None:
+def serve(rank: Rank) -> None:
     """Prove the adapters under hosts that share heads, weights too, and tokens."""
     for sharded in (False, True):
         ulysses = WanI2VCausal(rank, sharded=sharded)
@@ -125,30 +131,33 @@ def serve(rank: Rank, _: Path) -> None:
     share_frames(rank)
     spatial = longcat_host.LongCatVideoPipeline()
     spatial.dit.to(rank.device)
+    before = {*vars(spatial), "kv_cache_dict"}
     attachment = proved(spatial, lambda seed: spatial.video(seed, 3, device=rank.device))
+    assert set(vars(spatial)) == before
     assert {cache.tokens for cache in attachment.caches} == {4 * longcat_host.TOKENS // rank.count}
 
 
-def proved(host: Any, video: Callable[[int], Tensor]) -> Attachment:
-    """Hold caches against the untouched host: its bits, its collectives, and nothing of ours left behind."""
-    before = set(vars(host))
-    plain, called = seen(video)
-    with attach(host, "bf16"):
-        assert seen(video) == (plain, called)
-    with attach(host, "quantwm", iterations=2) as attachment:
-        made, ours = seen(video)
-    assert made != plain
+def proved(host: Any, video: Callable[[int], Tensor], adapter: Any = None, videos: int = 2) -> Attachment:
+    """Hold caches against the untouched host: bits of so many videos, and collectives.
+
+    Returns:
+        What ``quantwm`` left.
+    """
+
+    def seen() -> tuple[list[bytes], list[str]]:
+        with Collectives() as collectives:
+            made = [video(seed) for seed in range(videos)]
+        assert all(each.isfinite().all() for each in made)
+        return [bits(each.cpu()) for each in made], collectives.names
+
+    plain, called = seen()
+    with attach(host, "bf16", adapter=adapter):
+        assert seen() == (plain, called)
+    with attach(host, "quantwm", adapter=adapter, iterations=2) as attachment:
+        quantized, ours = seen()
+    assert quantized != plain
     assert ours == called != []
-    assert set(vars(host)) - before <= {"kv_cache_dict"}  # the host's own
     return attachment
-
-
-def seen(video: Callable[[int], Tensor]) -> tuple[list[bytes], list[str]]:
-    """Bits of two videos, and the collectives that they took."""
-    with Collectives() as collectives:
-        videos = [video(seed) for seed in range(2)]
-    assert all(each.isfinite().all() for each in videos)
-    return [bits(each.cpu()) for each in videos], collectives.names
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

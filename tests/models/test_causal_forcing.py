@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from quantwm_core.errors import ParameterError
@@ -19,6 +18,7 @@ from tests.models.causal_forcing_host import (
     RollingInferencePipeline,
 )
 from tests.models.chunks import bits
+from tests.models.graphs import compiled
 from tests.models.wan_host import CHANNELS, FRAME, HEADS, noise
 
 ORIGINALS = (wan_host.attention, vars(causal_forcing_host)["attention"])
@@ -220,20 +220,11 @@ def test_a_host_of_another_shape_is_refused_before_anything_changes() -> None:
 
 
 def test_a_compiled_host_does_not_trace_the_cache() -> None:
-    host, graphs = CausalInferencePipeline(9, 3), []
+    host = CausalInferencePipeline(9, 3)
     expected = [bits(plain(host, seed, 18)) for seed in (0, 1)]
-
-    def record(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
-        graphs.append(graph.print_readable(print_output=False))
-        return graph
-
-    torch._dynamo.reset()
-    try:
-        host.generator.model.compile(backend=record)
+    with compiled([host.generator.model]) as graphs:
         with attach(host, "bf16"):
             assert [bits(plain(host, seed, 18)) for seed in (0, 1)] == expected
         assert [bits(plain(host, seed, 18)) for seed in (0, 1)] == expected
-    finally:
-        torch._dynamo.reset()
     assert any("wan_host.py" in graph for graph in graphs)
     assert not any("quantwm_models" in graph for graph in graphs)

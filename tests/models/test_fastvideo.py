@@ -12,6 +12,7 @@ from quantwm_models import adapters, attach
 from quantwm_models.errors import HostError
 from tests.models import rolling_host
 from tests.models.chunks import bits
+from tests.models.graphs import compiled
 from tests.models.rolling_host import Entry, Settings
 
 
@@ -168,23 +169,14 @@ def test_what_is_not_served_is_refused_before_anything_changes(stage: type[Stage
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_compiled_layers_do_not_trace_the_cache(stage: type[Stage]) -> None:
-    host, graphs = stage(), []
+    host = stage()
     with attach(host, "quantwm", iterations=2) as attachment:
         expected = bits(host.inference(0, 6))
     asked = [cache.queries.folded() for cache in attachment.caches]
 
-    def record(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
-        graphs.append(graph.print_readable(print_output=False))
-        return graph
-
-    torch._dynamo.reset()
-    try:
-        for block in host.transformer.blocks:
-            block.attn1.compile(backend=record)
-        with attach(host, "quantwm", iterations=2) as attachment:
-            assert bits(host.inference(0, 6)) == expected
-    finally:
-        torch._dynamo.reset()
+    layers = [block.attn1 for block in host.transformer.blocks]
+    with compiled(layers) as graphs, attach(host, "quantwm", iterations=2) as attachment:
+        assert bits(host.inference(0, 6)) == expected
     assert any("test_fastvideo.py" in graph for graph in graphs)
     assert not any("quantwm_models" in graph for graph in graphs)
     for cache, before in zip(attachment.caches, asked, strict=True):

@@ -11,12 +11,6 @@ from tests.models import ranks
 from tests.models.chunks import bits
 
 GPUS = 1 << max(0, torch.cuda.device_count().bit_length() - 1)
-GROUPS = [
-    pytest.param(2, "cpu", 48, id="gloo"),
-    pytest.param(
-        GPUS, "cuda", 2048, marks=[pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")], id="nccl"
-    ),
-]
 
 
 def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -31,20 +25,27 @@ def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts], dim=axis) for name, axis in axes.items()}
 
 
-@pytest.mark.parametrize(("count", "device", "tokens"), GROUPS)
-def test_ranks_seal_what_one_process_would(count: int, device: str, tokens: int, tmp_path: Path) -> None:
-    ranks.launch(ranks.seal, count, device, tmp_path, tokens)
-    sealed = {
-        share: [load_file(tmp_path / f"{share}-{rank}") for rank in range(count)] for share in ("heads", "tokens")
-    }
+@pytest.mark.parametrize(
+    ("count", "device", "tokens"),
+    [
+        pytest.param(2, "cpu", 48, id="gloo"),
+        pytest.param(
+            GPUS,
+            "cuda",
+            2048,
+            id="nccl",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")],
+        ),
+    ],
+)
+def test_ranks_seal_their_own_as_one_process_would_and_exchange_nothing_more(
+    count: int, device: str, tokens: int, tmp_path: Path
+) -> None:
+    ranks.launch(ranks.share, count, device, tmp_path, tokens)
     whole = ranks.stream(ranks.OWN_HEADS * count, tokens, torch.device(device))
     alone = ranks.held(whole)
     assert not any("sparse" in name for name in alone)
-    assert_same(joined(sealed["heads"]), alone)
-    for rank, ours in enumerate(sealed["tokens"]):
-        assert_same(ours, ranks.held([[each.chunk(count, dim=2)[rank] for each in chunk] for chunk in whole]))
-
-
-@pytest.mark.parametrize(("count", "device", "tokens"), GROUPS)
-def test_hosts_of_several_ranks_exchange_nothing_more(count: int, device: str, tokens: int, tmp_path: Path) -> None:
-    ranks.launch(ranks.serve, count, device, tmp_path)
+    assert_same(joined([load_file(tmp_path / f"heads-{rank}") for rank in range(count)]), alone)
+    for rank in range(count):
+        own = ranks.held([[each.chunk(count, dim=2)[rank] for each in chunk] for chunk in whole])
+        assert_same(load_file(tmp_path / f"tokens-{rank}"), own)

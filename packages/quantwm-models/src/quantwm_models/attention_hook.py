@@ -77,11 +77,13 @@ def function_replaced(module: ModuleType, name: str, kind: type[Kept]) -> Iterat
 def running_layer_known(layer: nn.Module, watching: list[Any]) -> Iterator[None]:
     """Let attention know whose queries it sees, by its list of watchers, where the host assembles keys and values itself."""
 
+    @uncompiled
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         found = (_cache_in(argument) for argument in (*args, *kwargs.values()))
         cache = next((cache for cache in found if cache is not None), None)
         watching.append(None if cache is None else lambda q: cache.observe(q.transpose(1, 2)))
 
+    @uncompiled
     def leave(*_: object) -> None:
         watching.pop()
 

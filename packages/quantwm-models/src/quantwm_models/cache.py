@@ -318,6 +318,30 @@ class LayerCache:
                 known = contents.queries if contents.queries.groups else contents.queries.begin(0)
                 self._contents = replace(contents, queries=known.observe(moment))
 
+    def observe_moment(self, moment: QueryMoment) -> None:
+        """:meth:`observe`, or :meth:`foresee` where nothing is cached, queries whose second moment is known already.
+
+        Args:
+            moment: Of ``[B, H]`` streams, in the frame in which queries are observed.
+
+        Raises:
+            StateError: The scheme looks ahead, which takes the positions of queries.
+            ShapeError: The streams or the channels are not those of the keys.
+        """
+        with self._located():
+            shape, framed = tuple(moment.mean.shape), self.key_frame is not None
+            if self._geometry is not None:
+                batch, heads, channels, _, _ = self._geometry
+                if shape[:2] != (batch, heads) or not (framed or shape[2:] == (channels, channels)):
+                    raise ShapeError(f"moment: got {shape}, need {(batch, heads, channels, channels)}")
+            if self.turning is not None:
+                raise StateError("a moment of queries has no positions to be turned from; set frames_ahead=0")
+            if self._learns:
+                contents = self._contents
+                empty = self._geometry is None and not contents.queries.groups
+                known = contents.queries.begin(0) if empty else contents.queries
+                self._contents = replace(contents, queries=known.observe(moment))
+
     def seal(self) -> None:
         """The active chunk is complete now: seal what is due without waiting for the next chunk.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from quantwm_core.chunk import KINDS, Kind
 from quantwm_core.errors import StateError
 from quantwm_models.cache import LayerCache
+from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostAttributeError
 from quantwm_models.offload import Offload
 
@@ -44,6 +45,7 @@ class Sealed:
         """Itself; the host tidies what it is about to keep."""
         return self
 
+    @uncompiled
     def cpu(self) -> Sealed:
         """Itself, its history moved to host memory, packed, if there is an ``offload`` for it."""
         if self.offload is not None and self.version == self.cache.version:
@@ -54,6 +56,7 @@ class Sealed:
         """As :meth:`tensor`, where it is needed."""
         return self.tensor().to(device)
 
+    @uncompiled
     def tensor(self) -> Tensor:
         """The tensor, ``[B, H, N, D]``, in memory that all reads share, valid until the next read of any layer.
 

@@ -148,10 +148,12 @@ class _Layer:
 def _followed(block: Any, layer: _Layer) -> Iterator[None]:
     """Know what a block is about to do, and take the history that it made."""
 
+    @uncompiled
     def before(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         pairs = (each for each in (*args, *kwargs.values()) if isinstance(each, tuple) and each)
         layer.reading, layer.passed = any(isinstance(pair[0], Sealed) for pair in pairs), None
 
+    @uncompiled
     def after(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         try:
             if not (isinstance(output, tuple) and isinstance(output[1], tuple)):
