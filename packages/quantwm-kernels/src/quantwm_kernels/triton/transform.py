@@ -87,12 +87,9 @@ def rotation_rows(row, stream, direction, CHANNELS: tl.constexpr):
 @triton.jit
 def matrix_rows(
     row, stream, begin, FORM: tl.constexpr, CHANNELS: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr,
-    LANES: tl.constexpr, ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Matrix operand ``[COUNT, WIDE]`` of the directions from ``begin``, zero beyond the last.
-
-    Read in the order of the channels and then put in that of :func:`quantwm_kernels.triton.compensation.channel_of`.
-    """
+    """Matrix operand ``[COUNT, WIDE]`` of the directions from ``begin``, zero beyond the last, channels in their order."""
     direction = begin + tl.arange(0, COUNT)
     if FORM == TRANSFORM:
         factor, own = transform_rows(row, stream, direction)
@@ -105,7 +102,12 @@ def matrix_rows(
         addresses = tl.multiple_of(addresses, (1, 8 if CHANNELS % 16 else 16))
     entry = tl.load(addresses, mask=(channel < CHANNELS)[None, :], other=0).to(tl.int32)
     signed = ((entry ^ 128) | LARGE_INTEGER).to(tl.float32, bitcast=True) - (LARGE + 128.0)
-    matrix = to_bf16(factor[:, None] * signed).to(MATRIX_DTYPE)
+    return to_bf16(factor[:, None] * signed).to(MATRIX_DTYPE)
+
+
+@triton.jit
+def in_columns(matrix, COUNT: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr):
+    """Channels of a matrix put in the order of :func:`quantwm_kernels.triton.compensation.channel_of`."""
     words = tl.reshape(matrix, (COUNT, WIDE // (WORDS_PER_PART * LANES), WORDS_PER_PART, LANES // 2, 2))
     return tl.reshape(tl.permute(words, (0, 1, 3, 2, 4)), (COUNT, WIDE))
 
@@ -222,8 +224,8 @@ def transformed(
         number = numbers(
             row, stream, tokens, first, local, exists, begin, FORM, CHANNELS, GROUP, COUNT, BLOCK_TOKENS
         )  # fmt: skip
-        matrix = matrix_rows(row, stream, begin, FORM, CHANNELS, COUNT, WIDE, LANES, ALIGNED)
-        total = product(number, matrix, total)
+        matrix = matrix_rows(row, stream, begin, FORM, CHANNELS, COUNT, WIDE, ALIGNED)
+        total = product(number, in_columns(matrix, COUNT, WIDE, LANES), total)
     return total
 
 
@@ -237,6 +239,20 @@ def means_of(row, stream, FORM: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.c
     else:
         mean = tl.full((WIDE,), -0.0, tl.float32)  # adding this changes no bit
     return mean
+
+
+@triton.jit
+def rotated_queries(
+    row, stream, asked, CHANNELS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Matrix operand ``[ROWS, RANK]`` of queries in the basis of a stream, and FP32 ``[ROWS]``: what its mean adds to logits."""
+    matrix = matrix_rows(row, stream, 0, TRANSFORM, CHANNELS, RANK, WIDE, ALIGNED)
+    rotated = product(asked, tl.trans(matrix), tl.zeros((ROWS, RANK), tl.float32))
+    channel = tl.arange(0, WIDE)
+    means = halves_at(tl.load(row + MEANS), stream * CHANNELS)
+    mean = wide(tl.load(means + channel, mask=channel < CHANNELS, other=0))
+    return to_bf16(rotated).to(MATRIX_DTYPE), tl.sum(asked.to(tl.float32) * mean[None, :], axis=1)
 
 
 @triton.jit
