@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from quantwm_core.method import decode_tensor
 from tests.core import strategies
 
 
-def sealed(name: str = "klt", channels: int = 64, tokens: int = 70, **parameters: object) -> SealedTensor:
+def sealed(name: str = "klt", channels: int = 64, tokens: int = 70, **parameters: Any) -> SealedTensor:
     unit = strategies.unit(("normal", "clusters", "offset"), 0, tokens, channels, batch=2)
     moment = strategies.moment(0, 3, channels, batch=2)
     return methods.get(name, **parameters).seal("keys", unit, moment)
@@ -27,9 +29,7 @@ def rotated(queries: np.ndarray, keys: SealedTensor, start: int = 0, stop: int |
     ("name", "channels", "parameters"),
     [("klt", 64, {}), ("klt", 80, {"bits": 1.25}), ("kvtc", 32, {}), ("klt", 64, {"bits": 0.5, "allocation": "layer"})],
 )
-def test_logits_are_those_of_the_decoded_keys(
-    name: str, channels: int, parameters: dict[str, object], heads: int
-) -> None:
+def test_logits_are_those_of_the_decoded_keys(name: str, channels: int, parameters: dict[str, Any], heads: int) -> None:
     keys = sealed(name, channels, **parameters)
     queries = asked(heads, 9, channels)
     decoded = decode_tensor(keys)
