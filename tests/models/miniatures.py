@@ -79,7 +79,7 @@ def hy_world() -> Miniature:
 
 def lingbot_world() -> Miniature:
     host = lingbot_world_host.WanI2VCausal(9, 3, 3)
-    layer = host.model.get_submodule("blocks")[1].self_attn
+    layer = host.model.get_submodule("blocks.1.self_attn")
     return Miniature(host, layer, lambda seed, chunks: host.generate(noise(seed, 3 * chunks)), 3 * FRAME)
 
 
