@@ -208,11 +208,7 @@ def test_lines_of_something_else_are_refused(tmp_path: Path) -> None:
 def test_the_peak_on_a_gpu_is_within_the_byte_model(name: str, offload: bool) -> None:
     plan = Plan(name, layers=3, steps=1, device="cuda", offload=offload)
     methods = [MethodChoice.parse(each) for each in ("quantwm", "qvg:iterations=2")]
-    host, *ours, _ = run(plan, methods, lambda _: None)
+    _, *ours, _ = run(plan, methods, lambda _: None)
     for line in ours:
         # With so few layers, what sealing takes for a unit of one of them counts.
         assert line["peak_nbytes"] <= 1.03 * (line["model_nbytes"] + line["unit_nbytes"]), line
-    if plan.shape.host != "rolling" and not offload:
-        dense = 2 * host["own_nbytes"]
-        assert host["peak_nbytes"] >= host["before_nbytes"] + dense
-        assert ours[0]["peak_nbytes"] <= host["peak_nbytes"] - dense / 2

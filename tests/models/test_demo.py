@@ -1,6 +1,5 @@
 """The demo adapter under the bundled world model itself, with small random weights."""
 
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from quantwm_core import methods
 from quantwm_models import adapters, attach, snapshot
 from quantwm_models.errors import HostError
+from tests.models import miniatures
 from tests.models.chunks import bits
 
 WINDOWS = [(7, 0), (3, 0), (1, 0), (4, 4), (4, 6), (2, 3)]
@@ -39,16 +39,7 @@ def test_the_demo_is_known_by_what_it_is() -> None:
 
 @pytest.fixture(scope="module")
 def world() -> Any:
-    """A pipeline with a tiny model whose every weight matters."""
-    if importlib.util.find_spec("quantwm_eval") is None:
-        pytest.skip("quantwm-eval is not installed; its own tests include this path")
-    model = pytest.importorskip("quantwm_eval.demo.model")
-    sampler = pytest.importorskip("quantwm_eval.demo.sampler")
-    generator = torch.Generator().manual_seed(0)
-    net = model.VideoTransformer(model.ModelConfig(width=64, heads=2, blocks=2, mlp_width=64, patch=16))
-    for weight in net.parameters():
-        weight.data.normal_(0, 0.3, generator=generator)
-    return sampler.WorldPipeline(net)
+    return miniatures.world()
 
 
 def video(world: Any, seed: int) -> Tensor:

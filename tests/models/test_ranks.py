@@ -1,5 +1,7 @@
 """Several processes that share heads, tokens and weights: each seals its own, and nothing more is exchanged."""
 
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from quantwm_core.method import scheme
 from tests.models import ranks
 from tests.models.chunks import bits
 
@@ -23,6 +26,21 @@ def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """What all ranks hold, heads behind one another."""
     axes = {name: 0 if "coefficients" in name else 1 for name in parts[0]}  # those lie stream behind stream
     return {name: torch.cat([part[name] for part in parts], dim=axis) for name, axis in axes.items()}
+
+
+def test_ratios_of_shares_are_the_formulas() -> None:
+    plan, page = scheme("quantwm"), Path(__file__).parents[2] / "docs" / "ranks.md"
+    rows = re.findall(r"^\| (\d) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", page.read_text(), re.MULTILINE)
+
+    def ratio(heads: int, tokens: int) -> str:
+        shape = (1, heads, tokens, 128)
+        stored = plan.keys.nbytes("keys", shape, False) + plan.values.nbytes("values", shape, False)
+        return f"{4 * math.prod(shape) / stored:.2f}"
+
+    assert rows == [
+        (str(count), str(29640 // count), ratio(32, 29640 // count), ratio(32 // count, 29640))
+        for count in (1, 2, 4, 8)
+    ]
 
 
 @pytest.mark.parametrize(

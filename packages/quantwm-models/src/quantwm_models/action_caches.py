@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from quantwm_models.rolling_dict import materialise, on_meta
+from quantwm_models.entries import materialise, on_meta
 
 
 class ActionCaches:

@@ -8,7 +8,7 @@ stores instead of tensors, and the function, so that it understands their ranges
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,6 +21,8 @@ from quantwm_core.errors import StateError
 from quantwm_core.rotary import Turning
 from quantwm_models.attention_hook import Attention, function_replaced, running_layer_known
 from quantwm_models.cache import LayerCache
+from quantwm_models.counter import Counter
+from quantwm_models.entries import Attributes, Entries, materialise, on_meta
 from quantwm_models.errors import HostError
 from quantwm_models.patching import Setting, replaced, restored
 from quantwm_models.store import pair
@@ -155,7 +157,9 @@ class _Allocator:
         )
         for branch, layers in lists.items():
             for layer, entries in enumerate(layers):
-                self._put_stores(layer, branch, entries, device)
+                if isinstance(entries, dict):
+                    layers[layer] = Entries(entries)
+                self._put_stores(layer, branch, layers[layer], device)
         return result
 
     def _put_stores(self, layer: int, branch: str, held: object, device: torch.device) -> None:
@@ -170,6 +174,9 @@ class _Allocator:
         keys, values = entries["k"], entries["v"]
         sink, slots = self.host.sink(keys.shape[1]), self.host.slots(keys.shape[1])
         self.workspace.reserve(slots)
+        for name, entry in list(entries.items()):
+            if isinstance(entry, Tensor) and entry.is_meta and Counter.serves(entry):
+                entries[name] = Counter(entry, device)
         materialise(entries, device, without=("k", "v"))
         cache = self.make_cache(
             layer, branch=branch, sink=sink, workspace=self.workspace, turning=self.host.turning(keys.shape[1])
@@ -177,60 +184,3 @@ class _Allocator:
         cache.ranks = self.host.ranks(keys.shape[2])
         shapes = ((each.shape[0], slots, *each.shape[2:]) for each in (keys, values))
         entries["k"], entries["v"] = pair(cache, next(shapes), keys.dtype, device, next(shapes))
-
-
-class Attributes(MutableMapping[str, Any]):
-    """Attributes of an object, with or without slots, as a dict has its entries.
-
-    >>> entries = Attributes(torch.nn.Linear(2, 3))
-    >>> entries["in_features"], "k" in entries
-    (2, False)
-    >>> entries["in_features"] = 4
-    >>> entries["in_features"]
-    4
-    """
-
-    def __init__(self, owner: object) -> None:
-        self.owner = owner
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return getattr(self.owner, name)
-        except AttributeError:
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: object) -> None:
-        setattr(self.owner, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        delattr(self.owner, name)
-
-    def __iter__(self) -> Iterator[str]:
-        slots = (name for kind in type(self.owner).__mro__ for name in getattr(kind, "__slots__", ()))
-        return iter([*getattr(self.owner, "__dict__", ()), *(name for name in slots if hasattr(self.owner, name))])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def on_meta(allocate: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, torch.device]:
-    """Call an allocator that takes ``device``, on the meta device.
-
-    Returns:
-        What it returned, and the device that it was to allocate on.
-
-    >>> on_meta(lambda size, device: torch.zeros(size, device=device), 3, "cpu")
-    (tensor(..., device='meta', size=(3,)), device(type='cpu'))
-    """
-    bound = inspect.signature(allocate).bind(*args, **kwargs)
-    bound.apply_defaults()
-    device = torch.device(bound.arguments["device"])
-    bound.arguments["device"] = torch.device("meta")
-    return allocate(*bound.args, **bound.kwargs), device
-
-
-def materialise(entries: MutableMapping[str, Any], device: torch.device, *, without: Sequence[str] = ()) -> None:
-    """Give a dict's tensors on the meta device their memory, zeros as hosts begin with."""
-    for name, entry in list(entries.items()):
-        if isinstance(entry, Tensor) and entry.is_meta and name not in without:
-            entries[name] = torch.zeros_like(entry, device=device)

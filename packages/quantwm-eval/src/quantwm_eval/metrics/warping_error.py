@@ -62,7 +62,8 @@ def warping_errors(video: Frames, reference: Frames) -> Curve:
             f"video: got shape {video.shape}, the warping error needs two frames of at least {SMALLEST} x {SMALLEST}"
         )
     grey = [_cv2().cvtColor(np.ascontiguousarray(frame), _cv2().COLOR_RGB2GRAY) for frame in reference]
-    return np.array([_pair_error(video[t], video[t + 1], grey[t], grey[t + 1]) for t in range(len(video) - 1)])
+    flow = _cv2().DISOpticalFlow_create(_cv2().DISOPTICAL_FLOW_PRESET_MEDIUM)
+    return np.array([_pair_error(flow, video[t], video[t + 1], grey[t], grey[t + 1]) for t in range(len(video) - 1)])
 
 
 def warping_error(video: Frames, reference: Frames) -> float:
@@ -86,12 +87,12 @@ def warping_error(video: Frames, reference: Frames) -> float:
 
 
 def _pair_error(
+    flow: Any,
     before: UInt8[np.ndarray, "height width 3"],
     after: UInt8[np.ndarray, "height width 3"],
     grey_before: UInt8[np.ndarray, "height width"],
     grey_after: UInt8[np.ndarray, "height width"],
 ) -> float:
-    flow = _cv2().DISOpticalFlow_create(_cv2().DISOPTICAL_FLOW_PRESET_MEDIUM)
     backward, forward = flow.calc(grey_after, grey_before, None), flow.calc(grey_before, grey_after, None)
     sources = _sources(backward)
     seen = _visible(backward, forward, sources)
