@@ -62,7 +62,7 @@ def directions_at(row, stream, WORD: tl.constexpr):
 
 @triton.jit
 def transform_rows(row, stream, direction):
-    """Rows of the basis of the directions that get bits, and what each is multiplied by; beyond them 0."""
+    """Which directions get bits, what their rows of the basis are multiplied by, and where these are."""
     known = direction < directions_at(row, stream, EIGHT) + directions_at(row, stream, FOUR) + directions_at(
         row, stream, TWO
     )
@@ -72,7 +72,7 @@ def transform_rows(row, stream, direction):
     own = place(row, stream, BASIS_ROW) + tl.minimum(own, place(row, stream, BASIS_ROWS) - 1)
     step = wide(tl.load(halves_at(tl.load(row + STEPS), begin) + direction, mask=known, other=0))
     scale = wide(tl.load(halves_at(tl.load(row + SHARED_BASIS_SCALES), 0) + own, mask=known, other=0))
-    return step * scale, own
+    return known, step * scale, own
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def rotation_rows(row, stream, direction, CHANNELS: tl.constexpr):
     known = direction < CHANNELS
     begin = stream * CHANNELS
     scale = wide(tl.load(halves_at(tl.load(row + SHARED_BASIS_SCALES), begin) + direction, mask=known, other=0))
-    return scale, begin + tl.minimum(direction, CHANNELS - 1)
+    return known, scale, begin + direction
 
 
 @triton.jit
@@ -92,15 +92,15 @@ def matrix_rows(
     """Matrix operand ``[COUNT, WIDE]`` of the directions from ``begin``, zero beyond the last, channels in their order."""
     direction = begin + tl.arange(0, COUNT)
     if FORM == TRANSFORM:
-        factor, own = transform_rows(row, stream, direction)
+        known, factor, own = transform_rows(row, stream, direction)
     else:
-        factor, own = rotation_rows(row, stream, direction, CHANNELS)
+        known, factor, own = rotation_rows(row, stream, direction, CHANNELS)
     channel = tl.arange(0, WIDE)
     addresses = bytes_at(tl.load(row + SHARED_BASIS), 0) + (own[:, None] * CHANNELS + channel[None, :])
     if ALIGNED:
         # Rows begin where their length allows, all of them where the longest load may.
         addresses = tl.multiple_of(addresses, (1, 8 if CHANNELS % 16 else 16))
-    entry = tl.load(addresses, mask=(channel < CHANNELS)[None, :], other=0).to(tl.int32)
+    entry = tl.load(addresses, mask=known[:, None] & (channel < CHANNELS)[None, :], other=0).to(tl.int32)
     signed = ((entry ^ 128) | LARGE_INTEGER).to(tl.float32, bitcast=True) - (LARGE + 128.0)
     return to_bf16(factor[:, None] * signed).to(MATRIX_DTYPE)
 
