@@ -63,6 +63,17 @@ class Counter(Tensor):
         """A tensor of the device with the number."""
         return torch.full(self.shape, self.number, dtype=self.dtype, device=self.device)
 
+    def tolist(self) -> Any:
+        """As of a tensor."""
+        return self.tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of a tensor."""
+        return self.tensor().numpy(force=force)
+
+    def __deepcopy__(self, memo: object) -> Counter:
+        return Counter(self, self.device).fill_(self.number)
+
     def __int__(self) -> int:
         return self.number
 
