@@ -34,6 +34,7 @@ class Counter(Tensor):
 
     def __new__(cls, like: Tensor, device: torch.device) -> Counter:
         """A counter at zero."""
+        device = torch.empty(0, device=device).device  # with its number, as other tensors have it
         made: Counter = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)  # noqa: SLF001  # how torch lets a class be a tensor without memory
         made.number = 0
         return made
