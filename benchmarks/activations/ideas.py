@@ -1,7 +1,8 @@
-"""Ideas for preset ``sharp`` and for ``klt`` that were left out, and settings that were chosen, on the demo world's keys.
+"""Ideas for ``sharp``, for ``klt`` and for looking ahead that were left out, and settings that were chosen, on the demo world's keys.
 
     python -m benchmarks.activations.ideas sharp --inputs 3
     python -m benchmarks.activations.ideas klt --inputs 3
+    python -m benchmarks.activations.ideas ahead --inputs 3
     python -m benchmarks.activations.ideas feedback --inputs 3      what feedback leaves of the expected cost of rounding
 
 Every line changes one thing inside the package for as long as it is measured; the first line is the method as it is. Keys are scored
@@ -22,8 +23,12 @@ import torch
 from benchmarks.activations import room
 from benchmarks.activations.harness import measure
 from benchmarks.activations.recording import Recording
-from quantwm_core import affine, basis, psac, rounding, statistics
+from quantwm_core import affine, basis, psac, rotary, rounding, statistics
 from quantwm_core.methods import quantwm
+from quantwm_core.rotary import Turning
+from quantwm_core.statistics import QueryMoment
+from quantwm_eval.demo.config import ModelConfig
+from quantwm_eval.demo.rope import rotation_table
 from quantwm_eval.estimate import bootstrap
 from quantwm_kernels.bridge import to_numpy
 
@@ -79,7 +84,49 @@ KLT_IDEAS: Mapping[str, Idea] = {
     "damp 2": (f"{KLT}:damp=2", lambda _: nullcontext()),
 }
 
-IDEAS = {"sharp": SHARP_IDEAS, "klt": KLT_IDEAS}
+AHEAD = "klt:bits=1:values=bf16"
+
+
+def known_future(recording: Recording) -> AbstractContextManager[object]:
+    """Units are sealed with the very queries that will judge them: what no cache can know."""
+    queries = to_numpy(recording.queries.bfloat16())
+
+    def coming(_: QueryMoment, stop: int, frames: int, turning: Turning) -> QueryMoment:
+        asked = queries[:, :, stop : stop + frames * turning.frame_tokens]
+        return statistics.second_moment(asked if asked.shape[2] else queries[:, :, -1:], recording.keys.shape[1])
+
+    return patch.object(rotary, "coming_moment", coming)
+
+
+def by_row_and_column(_: Recording) -> AbstractContextManager[object]:
+    """Queries are turned back by their row and column, too, and then to those of all coming tokens alike."""
+    cosines, sines = rotation_table(ModelConfig())
+    angles = torch.atan2(sines, cosines).flatten(0, 1).double().numpy()
+
+    def still(queries: np.ndarray, kv_heads: int, start: int, _: Turning) -> QueryMoment:
+        pairs = queries.astype(np.float64).reshape(*queries.shape[:3], -1, 2)
+        back = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(-1j * angles[start : start + queries.shape[2]])
+        parts = np.stack([back.real, back.imag], axis=-1).reshape(queries.shape)
+        return statistics.second_moment(parts.astype(np.float32), kv_heads)
+
+    def coming(known: QueryMoment, stop: int, frames: int, turning: Turning) -> QueryMoment:
+        places = angles[stop : stop + frames * turning.frame_tokens]
+        return QueryMoment(rotary.turned_moment(known.mean, places), known.count)
+
+    return patch.multiple(rotary, still_moment=still, coming_moment=coming)
+
+
+AHEAD_IDEAS: Mapping[str, Idea] = {
+    "queries as they were asked": (AHEAD, lambda _: nullcontext()),
+    "damp 2": (f"{AHEAD}:damp=2", lambda _: nullcontext()),
+    "turned to the next 12 frames": (f"{AHEAD}:frames_ahead=12", lambda _: nullcontext()),
+    "turned, damp 0.1": (f"{AHEAD}:frames_ahead=12:damp=0.1", lambda _: nullcontext()),
+    "turned, damp 2": (f"{AHEAD}:frames_ahead=12:damp=2", lambda _: nullcontext()),
+    "by row and column, too": (f"{AHEAD}:frames_ahead=12", by_row_and_column),
+    "the very queries to come": (f"{AHEAD}:frames_ahead=12", known_future),
+}
+
+IDEAS = {"sharp": SHARP_IDEAS, "klt": KLT_IDEAS, "ahead": AHEAD_IDEAS}
 
 
 def compare(ideas: Mapping[str, Idea], recordings: Sequence[Recording]) -> None:

@@ -47,7 +47,10 @@ TRANSFORMS = ("oscar", "kvtc:bits=2", "kvtc:bits=3", *(f"klt:bits={bits}" for bi
 
 BASES = (
     "klt:bits=1",
+    "klt:bits=1:allocation=layer",
+    "klt:bits=1:level=0.0045",
     "klt:bits=2:allocation=layer",
+    "klt:bits=2:level=0.00045",
     "klt:bits=2:lifetime=0",
     "kvtc:bits=2:lifetime=0",
     "klt:bits=2:chunks_per_seal=1",
@@ -66,8 +69,21 @@ AHEAD = tuple(
 """Statistics turned to frames to come: the 12 that judge a unit, fewer and more. Only the demo world has a rotary embedding."""
 
 
+LONG = tuple(
+    f"{method}:chunks_per_seal=11"
+    for method in (
+        "quantwm:preset=paper", "oscar", "kvtc:bits=1.25", "klt:bits=1.25", "klt:bits=1.25:lifetime=0", "klt:bits=1.25:frames_ahead=28",
+        "klt:bits=1.125:value_bits=1.5:allocation=layer:frames_ahead=28",
+        "klt:value_bits=1.5:level=0.008:allocation=layer:frames_ahead=28",
+    )
+)  # fmt: skip
+"""Units of eleven chunks: what does a basis cost there, and what is a total of a tenth worth?"""
+
+
 def labels(model: str) -> tuple[str, ...]:
     """What is measured on a model: every ablation and every basis on the demo world, the preset's three main ablations elsewhere."""
+    if model == "long":
+        return LONG
     ablations = (*ALONE, *WITHOUT) if model == "room" else WITHOUT[:3]
     codes = (*TRANSFORMS, *BASES, *AHEAD) if model == "room" else TRANSFORMS
     transforms = tuple(label for label in codes if label.partition(":")[0] in methods.names())

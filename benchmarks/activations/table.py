@@ -60,3 +60,24 @@ def markdown(path: Path, order: Sequence[str]) -> str:
             cells.append(text(bootstrap(list(by_source(rows, name).values())), factor, digits))
         lines.append([*cells, text(ratio(rows, paper, "logit_error"), 1.0, 2)])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def pairs(path: Path) -> str:
+    """Methods that look ahead beside themselves that do not: means, and ratios of the same inputs."""
+    methods: dict[str, Rows] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        methods.setdefault(row["method"], []).append(row)
+    heads = ["method", *(f"{title}, ratio" for title, _, _ in ERRORS.values())]
+    lines = [heads, ["---"] * len(heads)]
+    for method, rows in methods.items():
+        if ":frames_ahead=" not in method:
+            continue
+        plain = methods[method.partition(":frames_ahead=")[0]]
+        cells = []
+        for name, (_, factor, digits) in ERRORS.items():
+            before, after = (bootstrap(list(by_source(each, name).values())).mean for each in (plain, rows))
+            shown = " → ".join(f"{factor * value:.{digits}f}" for value in (before, after))
+            cells.append(f"{shown}, {text(ratio(rows, plain, name), 1.0, 2)}")
+        lines.append([f"`{method}`", *cells])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"

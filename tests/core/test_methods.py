@@ -223,7 +223,7 @@ def test_powers_of_two_scale_through(variant: Variant, kind: Kind, power: int) -
         assert np.isfinite(got.astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("variant", [each for each in every() if not each.sparse], ids=str)  # a threshold is in logits
+@pytest.mark.parametrize("variant", [each for each in every() if not each.absolute], ids=str)
 @KIND
 @pytest.mark.parametrize("power", [-30, 30])
 def test_the_strength_of_queries_changes_no_byte(variant: Variant, kind: Kind, power: int) -> None:

@@ -16,6 +16,7 @@ PARAMETERS: dict[str, list[dict[str, Any]]] = {
         {"bits": 1.25, "damp": 2.0, "lifetime": 0.0},
         {"bits": 3.0, "value_bits": 1.5, "allocation": "layer"},
         {"tolerance": 0.05, "lifetime": 1000.0},
+        {"level": 0.01},
     ],
     "kvtc": [{}, {"bits": 2.5, "lifetime": 0.0}],
     "oscar": [{}, {"group_size": 12}],
@@ -77,10 +78,15 @@ class Variant:
         return bool(self.parameters.get("threshold"))
 
     @property
+    def absolute(self) -> bool:
+        """Whether a setting is in units of logits."""
+        return self.sparse or bool(self.parameters.get("level"))
+
+    @property
     def scales(self) -> bool:
-        """Whether powers of two scale through: QVG's scale saturates, and a threshold is in units of logits."""
+        """Whether powers of two scale through: QVG's scale saturates, and some settings are in units of logits."""
         symmetric = self.name == "qvg" and self.parameters.get("quantizer") != "affine"
-        return not symmetric and not self.sparse
+        return not symmetric and not self.absolute
 
 
 def every() -> Iterator[Variant]:

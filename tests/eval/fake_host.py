@@ -37,7 +37,12 @@ class FakeAttached:
         active = sum(report.active_nbytes for report in reports)
         live = active + sum(report.sealed_bf16_nbytes for report in reports)
         stored = CacheBytes(
-            sum(report.sealed_nbytes for report in reports), units, active, live, sum(r.state_nbytes for r in reports)
+            sum(report.sealed_nbytes for report in reports),
+            units,
+            active,
+            live,
+            sum(report.state_nbytes for report in reports),
+            sum(report.shared_nbytes for report in reports),
         )
         return CacheUse(stored, sum(r.seal_seconds for r in reports), sum(r.decode_seconds for r in reports))
 

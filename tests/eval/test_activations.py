@@ -107,6 +107,13 @@ def test_the_page_of_transform_codes_says_what_the_lines_say() -> None:
     assert set(shown) <= set(printed)
 
 
+def test_the_page_of_coming_frames_says_what_the_lines_say() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    printed = table.pairs(docs / "results" / "activations-room.jsonl")
+    assert printed.count(":frames_ahead=") >= len(methods.AHEAD)
+    assert printed in (docs / "frames-ahead.md").read_text(encoding="utf-8")
+
+
 def test_feedback_makes_up_for_what_is_not_compensated() -> None:
     queries, keys, values = torch.randn(3, 1, 2, 96, 32, generator=torch.Generator().manual_seed(0))
     queries[..., :16] += 2 * queries[..., 16:]  # sixteen pairs of channels that the queries see together

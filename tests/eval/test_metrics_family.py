@@ -54,7 +54,7 @@ def evidence() -> Evidence:
     whole = Tally(queries / 10, queries)
     spectrum = np.tile(np.arange(16.0, 0, -1), (2, 3, 1))
     recording = Recording(tally, tally, whole, whole, tally, tally, whole, spectrum)
-    cache = (CacheBytes(300, 1600, 200, 1700, 64), CacheBytes(310, 1600, 200, 1800, 64))
+    cache = (CacheBytes(300, 1600, 200, 1700, 64, 60), CacheBytes(310, 1600, 200, 1800, 64, 40))
     look_away, seconds = LookAway(truth, reference, region), Seconds(3.0, 1.0, 0.5)
     return Evidence(video, reference, look_away, recording, cache, seconds, truth, peak_bytes=1e6)
 
@@ -138,6 +138,8 @@ def test_third_parties_join_through_entry_points(monkeypatch: pytest.MonkeyPatch
 def test_memory_by_hand() -> None:
     values = metrics.get("memory").measure(evidence()).values
     assert values["bits_per_element"] == pytest.approx(16 * 610 / 3200)
+    assert values["own_bits_per_element"] == pytest.approx(16 * 510 / 3200)
+    assert values["shared_bits_per_element"] == pytest.approx(16 * 100 / 3200)
     assert values["compression"] == pytest.approx(3200 / 610)
     assert values["compression_in_use"] == pytest.approx(3500 / 1010)
     assert values["cache_bytes"] == 510

@@ -40,7 +40,7 @@ def test_every_table_of_the_paper_that_states_a_figure_has_an_experiment() -> No
     covered = {source for name in named.names() for source in named.get(name).sources}
     assert {target.source for target in paper.bundled()} <= covered
     tables = {f"paper/table{number}" for number in (1, 2, 3, 4, 5, 6, 8, 9, 10, 11)}
-    assert tables | {"paper/causal", "beyond/codes"} == {*named.names()}
+    assert tables | {"paper/causal", "beyond/codes", "beyond/ahead"} == {*named.names()}
 
 
 def test_the_long_rollout_is_ten_windows_long(demo: DemoHost) -> None:

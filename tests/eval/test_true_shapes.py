@@ -83,9 +83,9 @@ def test_two_encodings_of_one_are_half_the_bytes() -> None:
 @pytest.mark.parametrize("name", shape.names())
 def test_the_peak_is_the_byte_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small = shape.tiny
-    monkeypatch.setattr(measure, "tiny", lambda each: replace(small(each), layers=5))
+    monkeypatch.setattr(measure, "tiny", lambda each: replace(small(each), layers=4))
     monkeypatch.setattr(measure, "DeviceMemory", LiveMemory)
-    plan = Plan(name, tiny=True, steps=1)
+    plan = Plan(name, tiny=True, steps=1, frames=69)
     _, ours, _ = run(plan, [MethodChoice.parse(QUICK)], lambda _: None)
     # A history that is dense in more than one layer would add a twentieth for each, and more.
     assert ours["peak_nbytes"] == pytest.approx(ours["model_nbytes"], rel=0.05)
@@ -208,11 +208,7 @@ def test_lines_of_something_else_are_refused(tmp_path: Path) -> None:
 def test_the_peak_on_a_gpu_is_within_the_byte_model(name: str, offload: bool) -> None:
     plan = Plan(name, layers=3, steps=1, device="cuda", offload=offload)
     methods = [MethodChoice.parse(each) for each in ("quantwm", "qvg:iterations=2")]
-    host, *ours, _ = run(plan, methods, lambda _: None)
+    _, *ours, _ = run(plan, methods, lambda _: None)
     for line in ours:
         # With so few layers, what sealing takes for a unit of one of them counts.
         assert line["peak_nbytes"] <= 1.03 * (line["model_nbytes"] + line["unit_nbytes"]), line
-    if plan.shape.host != "rolling" and not offload:
-        dense = 2 * host["own_nbytes"]
-        assert host["peak_nbytes"] >= host["before_nbytes"] + dense
-        assert ours[0]["peak_nbytes"] <= host["peak_nbytes"] - dense / 2

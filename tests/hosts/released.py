@@ -33,11 +33,10 @@ def lingbot(load: Load, folder: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(folder / "transformers")
 
 
-def matrix(generator: torch.nn.Module, folder: Path) -> None:
-    """The wrapper's state dict."""
-    path = folder / "base_distilled_model" / "base_distill.safetensors"
-    path.parent.mkdir(parents=True)
-    save_file({name: x.to(torch.bfloat16).contiguous() for name, x in generator.state_dict().items()}, path)
+def generator(wrapper: torch.nn.Module, path: Path) -> None:
+    """A wrapper's state dict."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: x.to(torch.bfloat16).contiguous() for name, x in wrapper.state_dict().items()}, path)
 
 
 def hy(load: Load, folder: Path) -> None:

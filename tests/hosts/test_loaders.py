@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
+from tests.hosts import causal_forcing, longcat_video, released
 from tests.hosts import checkout as checkouts
-from tests.hosts import longcat_video, released
 from tests.hosts.hy_world import heads_first
 from tests.hosts.live import randomise, sdpa, smaller
+from tests.hosts.stand_ins import Decoder, OnCpu, decode, decoded, encode, encoder, vae_of
 
 pytest.importorskip("quantwm_eval")
 pytest.importorskip("diffusers")
@@ -61,14 +61,40 @@ def prove(host: Any, frames: int, chunks_per_seal: int = 1) -> None:
     assert errors[0] == 0 < errors[2] < errors[1]
 
 
-class OnCpu:
-    """PyTorch, but that a GPU that is named is the CPU."""
+def test_causal_forcing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("omegaconf")
+    size = causal_forcing.Size(text=(512, 4096))  # which no configuration keeps
+    (tmp_path / "prompts.txt").write_text("a street at night\n")
+    with causal_forcing.importing(root) as load:
+        pipelines, wrappers = load("pipeline.causal_inference"), load("utils.wan_wrapper")
+        load("pipeline").CausalInferencePipeline = pipelines.CausalInferencePipeline
+        wrapper = causal_forcing.wrapped(load, size)
+        released.generator(wrapper, tmp_path / "weights.safetensors")
+        kind = type(wrapper.model)
+        config = {name: value for name, value in wrapper.model.config.items() if not name.startswith("_")}
+        monkeypatch.setattr(kind, "from_pretrained", lambda _path, **given: kind(**config | given))
+        text = torch.randn(1, *size.text, generator=torch.Generator().manual_seed(1)).bfloat16()
+        monkeypatch.setattr(pipelines, "WanTextEncoder", lambda: lambda **_: {"prompt_embeds": text})
+        monkeypatch.setattr(pipelines, "WanVAEWrapper", lambda: SimpleNamespace(decode_to_pixel=decoded))
+        assert wrappers.WanDiffusionWrapper is pipelines.WanDiffusionWrapper
+        monkeypatch.setattr("quantwm_eval.hosts.causal_forcing.LATENT", (16, size.height, size.width))
+        host: Any = hosts.get("causal_forcing")(
+            Setup(
+                checkout=root,
+                weights=tmp_path / "weights.safetensors",
+                inputs=tmp_path / "prompts.txt",
+                config=few(root),
+            )
+        )
+        host.pipeline.num_transformer_blocks, host.pipeline.frame_seq_length = size.layers, size.frame
+        smaller(host.pipeline, "_initialize_kv_cache", size.slots, size.heads, size.head_dim)
+        prove(host, 45)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
-    def device(self, name: Any) -> torch.device:
-        return torch.device("cpu" if str(name).startswith("cuda") else name)
+def few(root: Path) -> Path | None:
+    """Self-Forcing's configuration; the other's own is the default."""
+    other = root / "configs" / "self_forcing_dmd.yaml"
+    return other if other.exists() and not (root / "configs" / "causal_forcing_dmd_chunkwise.yaml").exists() else None
 
 
 def test_lingbot_world(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,30 +125,6 @@ def test_lingbot_world(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         prove(host, 61)
 
 
-class Encoder:
-    """In the place of the text encoder."""
-
-    model = torch.nn.Identity()
-
-    def __call__(self, prompts: list[str], _: Any) -> list[Tensor]:
-        return [torch.full((4, 4096), len(prompts[0]) / 100)]
-
-
-encoder = Encoder()
-
-
-def encode(videos: list[Tensor]) -> list[Tensor]:
-    """Latents of a video ``[3, F, H, W]``, in the place of the VAE's."""
-    latent = videos[0][:1, ::4, ::8, ::8].expand(16, -1, -1, -1)
-    return [latent * torch.linspace(-1, 1, 16)[:, None, None, None]]
-
-
-def decode(latents: list[Tensor]) -> list[Tensor]:
-    """A video of latents ``[16, F, H, W]``, likewise."""
-    frames = torch.cat([latents[0][:3, :1], latents[0][:3, 1:].repeat_interleave(4, 1)], 1)
-    return [frames.float().tanh().repeat_interleave(8, 2).repeat_interleave(8, 3)]
-
-
 def test_matrix_game(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("omegaconf")
     stubs: dict[str, dict[str, object]] = {
@@ -151,7 +153,7 @@ def test_matrix_game(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with contextlib.chdir(root):
             wrapper = load("utils.wan_wrapper").WanDiffusionWrapper("configs/distilled_model/universal")
         randomise(wrapper)
-        released.matrix(wrapper, tmp_path / "weights")
+        released.generator(wrapper, tmp_path / "weights" / "base_distilled_model" / "base_distill.safetensors")
         image = released.scene(tmp_path / "scenes" / "00") / "00" / "image.png"
         pictures = tmp_path / "pictures"
         pictures.mkdir()
@@ -161,31 +163,6 @@ def test_matrix_game(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         smaller(host.pipeline, "_initialize_kv_cache", 6 * 880, 2, 32)
         smaller(host.pipeline, "_initialize_kv_cache_mouse_and_keyboard", 6, 2, 64)
         prove(host, 33, chunks_per_seal=host.chunks_per_seal)
-
-
-class Decoder(torch.nn.Module):
-    """In the place of the decoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv2 = torch.nn.Linear(1, 1)
-
-    def forward(self, latents: Tensor, *caches: Any) -> tuple[Tensor, Any]:
-        frames = latents[:, :, :3]
-        begins = caches[0] is None
-        made = torch.cat([frames[:, :begins], frames[:, begins:].repeat_interleave(4, 1)], 1)
-        return made, [torch.zeros(1)]
-
-
-def vae_of(path: str, dtype: torch.dtype) -> Any:
-    """In the place of the encoder and of CLIP."""
-    made: Any = SimpleNamespace(
-        vae=SimpleNamespace(model=Decoder()),
-        clip=SimpleNamespace(encode_video=lambda image: image.mean() + torch.zeros(1, 257, 1280)),
-        encode=lambda video, **_: video[:, :1, ::4, ::8, ::8].repeat(1, 16, 1, 1, 1),
-    )
-    made.to = lambda *_: made
-    return made
 
 
 def test_hy_world(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantwm_core import methods
 from quantwm_core.errors import (
     DeviceError,
     DomainError,
@@ -39,7 +40,7 @@ def unchanged(cache: LayerCache, call: Callable[[], object], error: type[QuantWM
     assert all(torch.equal(one, two) for one, two in zip(cache.read(), read, strict=True))
 
 
-@pytest.mark.parametrize("method", ["quantwm", "qvg", "kivi", "rtn", "bf16"])
+@pytest.mark.parametrize("method", methods.names())
 @pytest.mark.parametrize("kind", ["keys", "values"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2.0**61])
 def test_a_chunk_that_cannot_be_sealed(method: str, kind: str, value: float) -> None:

@@ -16,10 +16,10 @@ from quantwm_core.method import decode, scheme
 from quantwm_core.stream import Span
 from quantwm_kernels.bridge import to_numpy
 from quantwm_kernels.chunk import SealedChunk
-from quantwm_kernels.statistics import QueryMoment
+from quantwm_kernels.statistics import QueryMoment, second_moment
 from quantwm_models import CacheObserver, LayerCache, Offload, Workspace
 from quantwm_models.cache import AttentionPath
-from tests.models.chunks import bits, chunk, fill, normal
+from tests.models.chunks import bits, chunk, fill, normal, snapshot
 
 METHODS = methods.names()
 
@@ -484,3 +484,26 @@ def test_a_unit_is_sealed_in_the_frame_of_its_keys() -> None:
     assert pasts[0] is not None
     assert pasts[1] is not None
     assert bits(pasts[0].mean) == bits(pasts[1].mean)
+
+
+def test_a_moment_counts_as_the_queries_that_it_is_of() -> None:
+    by_queries, by_moment = (LayerCache("quantwm", iterations=1) for _ in range(2))
+    for step in range(3):
+        queries = normal(1, 4, 8, 16, seed=step)
+        (by_queries.foresee if step == 0 else by_queries.observe)(queries[:, :2] if step == 0 else queries)
+        by_moment.observe_moment(second_moment(queries[:, :2] if step == 0 else queries, 2))
+        for cache in (by_queries, by_moment):
+            cache.append(*chunk(step, 24))
+    held = [snapshot(cache) for cache in (by_moment, by_queries)]
+    assert all(held[0][part] == held[1][part] for part in ("sealed", "moments", "starts"))
+    assert held[0]["moments"][0] is not None
+
+
+def test_a_moment_that_does_not_fit_the_keys_is_refused() -> None:
+    cache = LayerCache("quantwm")
+    cache.append(*chunk(0))
+    before = snapshot(cache)
+    for shape in ((1, 3, 16, 16), (2, 2, 16, 16), (1, 2, 8, 8)):
+        with pytest.raises(ShapeError, match=r"moment: got .*need \(1, 2, 16, 16\)"):
+            cache.observe_moment(QueryMoment(torch.zeros(shape), 1))
+    assert snapshot(cache) == before

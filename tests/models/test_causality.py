@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from quantwm_core import methods
 from quantwm_core.errors import StateError
 from quantwm_kernels.statistics import QueryMoment, merge, second_moment
 from quantwm_models import LayerCache
@@ -13,14 +14,20 @@ from quantwm_models.causality import CausalQueries
 from tests.models.chunks import bits, chunk, normal
 
 CHUNKS = 6
+OTHERS = [name for name in methods.names() if name not in ("bf16", "kivi", "quantwm")]
 
 
 def sealed_bytes(
-    spoil_queries: int | None = None, spoil_keys: int | None = None, *, per_seal: int = 1, values: str = "quantwm"
+    spoil_queries: int | None = None,
+    spoil_keys: int | None = None,
+    *,
+    per_seal: int = 1,
+    values: str = "quantwm",
+    keys: str = "quantwm",
 ) -> dict[int, list[bytes]]:
     """Bytes of every sealed unit by start, with the queries or the keys of one chunk replaced by others."""
     more: dict[str, Any] = {"residual_length": 10} if values == "kivi" else {}
-    cache = LayerCache("quantwm", chunks_per_seal=per_seal, values=values, **more)
+    cache = LayerCache(keys, chunks_per_seal=per_seal, values=values, **more)
     for number in range(CHUNKS):
         cache.append(*chunk(500 if number == spoil_keys else number, 20))
         for call in range(2):
@@ -47,6 +54,24 @@ def test_queries_of_a_chunk_reach_only_units_that_begin_after_it(number: int, va
     if values == "quantwm":
         group_end = 20 * per_seal * (number // per_seal + 1)
         assert changed == {start for start in plain if start >= group_end}
+
+
+@pytest.mark.parametrize("number", range(CHUNKS))
+@pytest.mark.parametrize("name", OTHERS)
+def test_neither_queries_nor_keys_reach_back_whatever_the_method(name: str, number: int) -> None:
+    plain = sealed_bytes(keys=name, values=name)
+    assert plain == sealed_bytes(keys=name, values=name)  # the same stream gives the same bytes twice
+    asked, written = (sealed_bytes(*spoiled, keys=name, values=name) for spoiled in ((number, None), (None, number)))
+    assert plain.keys() == asked.keys() == written.keys()
+    changed = {start for start in plain if plain[start] != asked[start]}
+    assert changed <= {start for start in plain if start >= 20 * (number + 1)}
+    if name == "klt":
+        assert changed == {start for start in plain if start >= 20 * (number + 1)}
+    if not methods.get(name).uses_queries("keys"):
+        assert not changed
+    changed = {start for start in plain if plain[start] != written[start]}
+    assert min(changed, default=20 * number) == 20 * number
+    assert changed or 20 * number not in plain  # the newest tokens of some methods stay as they are
 
 
 @pytest.mark.parametrize("number", range(CHUNKS))

@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantwm_core.errors import StateError
+from quantwm_kernels.statistics import second_moment
 from quantwm_models import CacheObserver, LayerCache, adapters, attach
+from quantwm_models.adapters import hy_world
 from quantwm_models.adapters.hy_world import HyWorld
 from quantwm_models.errors import HostError
 from tests.models import hy_world_host
 from tests.models.asked import Asked
-from tests.models.chunks import bits
+from tests.models.chunks import bits, normal
 from tests.models.hy_world_host import CHANNELS, CHUNK, FRAME, HEADS, HunyuanVideo_1_5_Pipeline, WanPipeline
 
 FUNCTIONS = ("sageattn", "sequence_parallel_attention_vision", "prope_qkv", "apply_rotary_emb")
@@ -231,3 +233,12 @@ def test_what_is_no_host_is_refused_before_anything_changes() -> None:
             attach(host)
         assert "hooks" in before
         assert not any(each._forward_pre_hooks for each in blocks(host))
+
+
+def test_the_moment_of_both_kinds_is_that_of_queries_that_are_zero_in_the_others_channels() -> None:
+    roped, projected = normal(1, 3, 10, 8, seed=1), normal(1, 3, 10, 8, seed=2)
+    found = hy_world._moment(roped, projected)
+    padded = second_moment(torch.cat(hy_world._kinds(roped, projected), dim=2), 3)
+    assert found.queries == padded.queries == 20
+    torch.testing.assert_close(found.mean, padded.mean, rtol=1e-6, atol=1e-7)
+    assert not found.mean[:, :, :8, 8:].any()

@@ -99,11 +99,12 @@ def _inspect(options: argparse.Namespace) -> None:
         for row in rows:
             print(json.dumps(row))
         return
-    print("layer      tokens           keys       values         bytes    ratio")
+    print("layer      tokens           keys       values         bytes     shared    ratio")
     for row in rows:
         tokens = f"{row['start']}..{row['stop']}"
         print(
-            f"{row['layer']:>5}  {tokens:<15}  {row['keys']:<9}  {row['values']:<9}  {row['bytes']:>9}  {row['ratio']:>7.3f}"
+            f"{row['layer']:>5}  {tokens:<15}  {row['keys']:<9}  {row['values']:<9}  {row['bytes']:>9}  "
+            f"{row['shared_bytes']:>9}  {row['ratio']:>7.3f}"
         )
     print(_summary(layers))
 

@@ -20,5 +20,6 @@ class AttachedCache:
         report = self.attachment.report()
         units = sum(chunk.bf16_nbytes for cache in self.attachment.caches for chunk in cache.chunks)
         active, sealed_part = report.active_nbytes, report.sealed_bf16_nbytes
-        stored = CacheBytes(report.sealed_nbytes, units, active, sealed_part + active, report.state_nbytes)
+        live = sealed_part + active
+        stored = CacheBytes(report.sealed_nbytes, units, active, live, report.state_nbytes, report.shared_nbytes)
         return CacheUse(stored, report.seal_seconds, report.decode_seconds)

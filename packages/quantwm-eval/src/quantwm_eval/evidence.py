@@ -72,6 +72,7 @@ class CacheBytes:
         active: Of what is still BF16: the active chunk and tokens not yet due.
         live_as_bf16: All live tokens in BF16: what a plain cache would take.
         state: Query statistics, kept to compress with.
+        shared: Those of the sealed units' bytes that are of arrays which units share, such as a basis.
     """
 
     sealed: float
@@ -79,6 +80,7 @@ class CacheBytes:
     active: float
     live_as_bf16: float
     state: float
+    shared: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -53,8 +53,7 @@ class Meter:
         """Note the share of each of the batch's videos."""
         began = time.perf_counter()
         stored = self.attached.use().stored
-        parts = (stored.sealed, stored.sealed_as_bf16, stored.active, stored.live_as_bf16, stored.state)
-        self.moments.append(CacheBytes(*(part / videos for part in parts)))
+        self.moments.append(CacheBytes(*(part / videos for part in astuple(stored))))
         self.seconds += time.perf_counter() - began
 
 

@@ -13,6 +13,8 @@ from quantwm_eval.results import Cell, Results
 
 MAIN = (
     ("bits_per_element", "walk"),
+    ("own_bits_per_element", "walk"),
+    ("shared_bits_per_element", "walk"),
     ("compression", "walk"),
     ("state_bytes", "walk"),
     ("psnr", "walk"),
@@ -64,10 +66,16 @@ class Table:
 
 
 def quantities(results: Results) -> dict[str, Quantity]:
-    """Every quantity of the experiment's metrics, those of the main table first."""
-    found = {
-        quantity.name: quantity for name in results.experiment.metrics for quantity in metrics.get(name).quantities
-    }
+    """Every quantity of the experiment's metrics, those of the main table first.
+
+    One that its metric has only had since the file was written is left out.
+    """
+    measured = {name for cell in results.cells for name in cell.measurement.values}
+    found: dict[str, Quantity] = {}
+    for name in results.experiment.metrics:
+        own = metrics.get(name).quantities
+        known = [quantity for quantity in own if quantity.name in measured]
+        found |= {quantity.name: quantity for quantity in known or own}
     order = [name for name, _ in MAIN if name in found]
     return {name: found[name] for name in dict.fromkeys((*order, *found))}
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from quantwm_core.domain import BF16, E4M3
 from quantwm_core.errors import DeviceError, DtypeError, ShapeError, StateError
@@ -34,6 +35,18 @@ def check_detached(tensor: object, name: str = "tensor") -> None:
             f"{name}: the tensor requires grad, and quantized storage has no gradient; "
             "run the model under torch.no_grad() or pass tensor.detach()"
         )
+
+
+def is_eager_cuda(*tensors: Tensor) -> bool:
+    """Whether kernels may be launched on tensors past PyTorch's dispatcher, which takes longer than a small one.
+
+    Not while somebody looks on who must see the operator: a compiler, or a mode such as that of fake tensors.
+
+    >>> is_eager_cuda(torch.ones(2))
+    False
+    """
+    plain = all(type(tensor) is Tensor and tensor.is_cuda for tensor in tensors)
+    return plain and not is_in_torch_dispatch_mode() and not torch.compiler.is_compiling()
 
 
 def check_device(tensor: Tensor, name: str = "tensor") -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantwm_core import statistics as core
 from quantwm_core.errors import StateError
-from quantwm_kernels.bridge import check_detached, owned, to_numpy
+from quantwm_kernels.bridge import check_detached, is_eager_cuda, owned, to_numpy
 from quantwm_kernels.launch import check_available
 
 
@@ -55,7 +55,7 @@ def _second_moment(queries: Tensor, kv_heads: int) -> Tensor:
 
 
 @_second_moment.register_kernel("cuda")
-def _(queries: Tensor, kv_heads: int) -> Tensor:
+def _second_moment_by_kernels(queries: Tensor, kv_heads: int) -> Tensor:
     check_detached(queries, "queries")
     check_available("queries")
     from quantwm_kernels.triton import statistics as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
@@ -81,7 +81,7 @@ def _fold(past: Tensor, past_queries: int, unit: Tensor, unit_queries: int, deca
 
 
 @_fold.register_kernel("cuda")
-def _(past: Tensor, past_queries: int, unit: Tensor, unit_queries: int, decay: float | None) -> Tensor:
+def _fold_by_kernels(past: Tensor, past_queries: int, unit: Tensor, unit_queries: int, decay: float | None) -> Tensor:
     check_detached(past, "query moment")
     check_detached(unit, "query moment")
     check_available("query moment")
@@ -172,7 +172,8 @@ def second_moment(queries: Float[Tensor, "batch query_heads tokens channels"], k
     tensor([[5., 1.],
             [1., 2.]])
     """
-    mean: Tensor = _second_moment(queries, kv_heads)
+    run = _second_moment_by_kernels if is_eager_cuda(queries) else _second_moment
+    mean: Tensor = run(queries, kv_heads)
     return QueryMoment(mean, queries.shape[1] // kv_heads * queries.shape[2])
 
 
@@ -191,7 +192,8 @@ def merge(first: QueryMoment, second: QueryMoment, decay: float | None = None) -
     >>> merge(one, two).mean.item(), merge(one, two, decay=0.75).mean.item()
     (10.0, 7.0)
     """
-    mean: Tensor = _fold(first.mean, first.queries, second.mean, second.queries, decay)
+    run = _fold_by_kernels if is_eager_cuda(first.mean, second.mean) else _fold
+    mean: Tensor = run(first.mean, first.queries, second.mean, second.queries, decay)
     return QueryMoment(mean, first.queries + second.queries)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import TracebackType
 from typing import Any, Literal, get_args
 
 import torch
@@ -318,6 +319,30 @@ class LayerCache:
                 known = contents.queries if contents.queries.groups else contents.queries.begin(0)
                 self._contents = replace(contents, queries=known.observe(moment))
 
+    def observe_moment(self, moment: QueryMoment) -> None:
+        """:meth:`observe`, or :meth:`foresee` where nothing is cached, queries whose second moment is known already.
+
+        Args:
+            moment: Of ``[B, H]`` streams, in the frame in which queries are observed.
+
+        Raises:
+            StateError: The scheme looks ahead, which takes the positions of queries.
+            ShapeError: The streams or the channels are not those of the keys.
+        """
+        with self._located():
+            shape, framed = tuple(moment.mean.shape), self.key_frame is not None
+            if self._geometry is not None:
+                batch, heads, channels, _, _ = self._geometry
+                if shape[:2] != (batch, heads) or not (framed or shape[2:] == (channels, channels)):
+                    raise ShapeError(f"moment: got {shape}, need {(batch, heads, channels, channels)}")
+            if self.turning is not None:
+                raise StateError("a moment of queries has no positions to be turned from; set frames_ahead=0")
+            if self._learns:
+                contents = self._contents
+                empty = self._geometry is None and not contents.queries.groups
+                known = contents.queries.begin(0) if empty else contents.queries
+                self._contents = replace(contents, queries=known.observe(moment))
+
     def seal(self) -> None:
         """The active chunk is complete now: seal what is due without waiting for the next chunk.
 
@@ -542,11 +567,9 @@ class LayerCache:
                 self._plans.clear()  # they keep memory alive that was given back
             yield staged
 
-    @contextmanager
-    def _located(self) -> Iterator[None]:
+    def _located(self) -> _Located:
         """Name the layer in errors, say what would fit where memory ran out, and launch as one of the layer's ranks."""
-        with located(f"layer {self.layer}"), explained(self._advice), one_of(self.ranks):
-            yield
+        return _Located(self)
 
     def _advice(self) -> str:
         token, device = 0, torch.device("cpu")
@@ -609,6 +632,28 @@ class LayerCache:
                 self._plans.clear()
             self._plans[staged.key, wanted] = ReadPlan(pieces(segments, staged.chunks()))
         return self._plans[staged.key, wanted]
+
+
+class _Located:
+    """A context that costs next to nothing without an error: hosts that wait for every layer wait for its cache, too."""
+
+    def __init__(self, cache: LayerCache) -> None:
+        self._cache = cache
+        self._shared = None if cache.ranks == 1 else one_of(cache.ranks)
+
+    def __enter__(self) -> None:
+        if self._shared is not None:
+            self._shared.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._shared is not None:
+            self._shared.__exit__(kind, error, trace)
+        if error is not None:
+            cache = self._cache
+            with located(f"layer {cache.layer}"), explained(cache._advice):  # noqa: SLF001 - its own cache
+                raise error
 
 
 def _check_kind(name: str, value: object, kind: type) -> None:

@@ -53,6 +53,29 @@ class CacheReport:
         return self.sealed_bf16_nbytes / self.sealed_nbytes if self.sealed_nbytes else 1.0
 
     @property
+    def own_bits(self) -> float:
+        """Bits an element of the sealed tokens that grow with them: all stored bytes but those that units share.
+
+        >>> report = CacheReport(sealed_bf16_nbytes=1600, sealed_nbytes=250, shared_nbytes=50)
+        >>> report.own_bits, report.shared_bits
+        (2.0, 0.5)
+        """
+        return self._bits(self.sealed_nbytes - self.shared_nbytes)
+
+    @property
+    def shared_bits(self) -> float:
+        """Bits an element of what units share, such as bases, each counted once; the fewer, the longer the video."""
+        return self._bits(self.shared_nbytes)
+
+    @property
+    def state_bits(self) -> float:
+        """Likewise of query statistics, which are kept beside the cache to compress with."""
+        return self._bits(self.state_nbytes)
+
+    def _bits(self, nbytes: int) -> float:
+        return 16 * nbytes / self.sealed_bf16_nbytes if self.sealed_bf16_nbytes else 0.0
+
+    @property
     def ratio_with_active(self) -> float:
         """The same with the BF16 chunks on both sides.
 

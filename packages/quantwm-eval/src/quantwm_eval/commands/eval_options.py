@@ -63,7 +63,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argpar
 
 def _add_settings(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--methods", type=method_list, metavar="A,B,...", help="bf16, the control, is always among them")
-    group.add_argument("--scenes", type=numbers, metavar="0-7,9", help="numbers of scenes, or of prompts")
+    group.add_argument("--scenes", type=numbers, metavar="0-7,9", help="numbers of scenes")
     group.add_argument("--kinds", type=words, metavar="A,B", help=f"of {', '.join(KINDS)}")
     group.add_argument("--frames", type=positive, metavar="N", help="frames of a video")
     group.add_argument("--degrees", type=positive, metavar="D", help="angle of the look-away test")
@@ -81,7 +81,9 @@ def _add_host(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", dest="model", metavar="NAME", help=f"one of {known} (default: demo)")
     group.add_argument("--checkout", type=Path, metavar="DIR", help="the host's own code")
     group.add_argument("--weights", type=Path, metavar="PATH", help="the host's weights")
-    group.add_argument("--inputs", type=Path, metavar="PATH", help="prompts, one a line")
+    group.add_argument(
+        "--inputs", type=Path, metavar="PATH", help="scenes: a file of prompts, a folder of pictures, or one of folders"
+    )
     group.add_argument(
         "--config", type=Path, metavar="FILE", help="the host's own configuration (default: its usual one)"
     )

@@ -49,6 +49,7 @@ class LongCatVideoHost(CheckoutHost):
     def __init__(self, pipeline: Any, scenes: tuple[Scene, ...], device: torch.device, size: str) -> None:
         super().__init__(pipeline, scenes, device)
         self._size = size
+        self._begun: tuple[tuple[str, int], list[PIL.Image.Image]] | None = None
 
     def frames_of(self, chunks: int) -> int:
         """New frames that so many segments make."""
@@ -71,7 +72,8 @@ class LongCatVideoHost(CheckoutHost):
             "guidance_scale": GUIDANCE,
             "generator": generator,
         }
-        history, made = self._beginning(scene, told), []
+        history, made = self._beginning(scene, number, told), []
+        generator.manual_seed(number)  # what follows does not depend on where the beginning came from
         for _ in range(frames // self.frames_of(1)):
             found = self.pipeline.generate_vc(
                 video=history, resolution=self._size, num_cond_frames=GIVEN, use_kv_cache=True, **told
@@ -82,14 +84,18 @@ class LongCatVideoHost(CheckoutHost):
             progress()
         return np.concatenate(made)
 
-    def _beginning(self, scene: Scene, told: dict[str, Any]) -> list[PIL.Image.Image]:
+    def _beginning(self, scene: Scene, number: int, told: dict[str, Any]) -> list[PIL.Image.Image]:
+        """What is continued; the host makes it without a cache, so it is kept for the methods that follow."""
         if "video" in scene.parts:
             return self._given(scene)
-        if "image" in scene.parts:
-            found = self.pipeline.generate_i2v(image=picture(scene.parts["image"]), resolution=self._size, **told)
-        else:
-            found = self.pipeline.generate_t2v(height=480, width=832, **told)
-        return list(map(PIL.Image.fromarray, _levels(found[0])))
+        key = (scene.place, number)
+        if self._begun is None or self._begun[0] != key:
+            if "image" in scene.parts:
+                found = self.pipeline.generate_i2v(image=picture(scene.parts["image"]), resolution=self._size, **told)
+            else:
+                found = self.pipeline.generate_t2v(height=480, width=832, **told)
+            self._begun = key, list(map(PIL.Image.fromarray, _levels(found[0])))
+        return self._begun[1]
 
     def _given(self, scene: Scene) -> list[PIL.Image.Image]:
         """The end of the scene's video.

@@ -16,7 +16,9 @@ def memory(moments: Sequence[CacheBytes]) -> dict[str, float]:
 
     Counted after every chunk and summed over these moments. ``bits_per_element = 16 · sealed / sealed_as_bf16``: every
     stored byte of the sealed units, scales, codebooks and all, over their elements; range 0 to infinity, lower is better,
-    in bits. ``compression`` is 16 over that; higher is better, no unit. ``compression_in_use`` is what a plain cache would
+    in bits. It is the sum of ``own_bits_per_element``, which a longer video has in every unit, and of
+    ``shared_bits_per_element``: arrays that units share, such as a basis, each counted once.
+    ``compression`` is 16 over the sum; higher is better, no unit. ``compression_in_use`` is what a plain cache would
     take over what this one takes: the BF16 active chunk counts in both, tokens of a unit that the window has left behind
     count as ballast. ``cache_bytes`` is the most that the cache ever held, ``state_bytes`` the most that was kept beside
     it to compress with; lower is better, in bytes. NaN where nothing was sealed. Source: counted from storage.
@@ -25,12 +27,14 @@ def memory(moments: Sequence[CacheBytes]) -> dict[str, float]:
     >>> memory([moment])["bits_per_element"], memory([moment])["compression_in_use"]
     (2.0, 2.4)
     """
-    sealed, exact, active, plain = (
+    sealed, exact, active, plain, shared = (
         sum(getattr(moment, part) for moment in moments)
-        for part in ("sealed", "sealed_as_bf16", "active", "live_as_bf16")
+        for part in ("sealed", "sealed_as_bf16", "active", "live_as_bf16", "shared")
     )
     return {
         "bits_per_element": 16 * sealed / exact if exact else math.nan,
+        "own_bits_per_element": 16 * (sealed - shared) / exact if exact else math.nan,
+        "shared_bits_per_element": 16 * shared / exact if exact else math.nan,
         "compression": exact / sealed if sealed else math.nan,
         "compression_in_use": plain / (sealed + active) if sealed + active else math.nan,
         "cache_bytes": float(max(moment.sealed + moment.active for moment in moments)),
@@ -48,6 +52,8 @@ METRIC = Metric(
     "memory",
     (
         Quantity("bits_per_element", "Bits per element", "bits", "lower", digits=2),
+        Quantity("own_bits_per_element", "Of these, the units' own", "bits", "lower", digits=2),
+        Quantity("shared_bits_per_element", "Of these, shared by units", "bits", "lower", digits=2),
         Quantity("compression", "Compression", "×", "higher"),
         Quantity("compression_in_use", "Compression, whole cache", "×", "higher"),
         Quantity("cache_bytes", "Cache, largest", "B", "lower"),

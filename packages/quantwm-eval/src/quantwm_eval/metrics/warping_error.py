@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -28,7 +29,14 @@ def visible(
         backward: Flow from the later frame to the earlier one, pixels.
         forward: Flow from the earlier frame to the later one.
     """
-    sources = _sources(backward)
+    return _visible(backward, forward, _sources(backward))
+
+
+def _visible(
+    backward: Float32[np.ndarray, "height width 2"],
+    forward: Float32[np.ndarray, "height width 2"],
+    sources: Float32[np.ndarray, "height width 2"],
+) -> Bool[np.ndarray, "height width"]:
     back = _remap(forward, sources)
     gap = _squares(backward + back)
     allowed = 0.01 * (_squares(backward) + _squares(back)) + 0.5
@@ -54,7 +62,8 @@ def warping_errors(video: Frames, reference: Frames) -> Curve:
             f"video: got shape {video.shape}, the warping error needs two frames of at least {SMALLEST} x {SMALLEST}"
         )
     grey = [_cv2().cvtColor(np.ascontiguousarray(frame), _cv2().COLOR_RGB2GRAY) for frame in reference]
-    return np.array([_pair_error(video[t], video[t + 1], grey[t], grey[t + 1]) for t in range(len(video) - 1)])
+    flow = _cv2().DISOpticalFlow_create(_cv2().DISOPTICAL_FLOW_PRESET_MEDIUM)
+    return np.array([_pair_error(flow, video[t], video[t + 1], grey[t], grey[t + 1]) for t in range(len(video) - 1)])
 
 
 def warping_error(video: Frames, reference: Frames) -> float:
@@ -78,17 +87,18 @@ def warping_error(video: Frames, reference: Frames) -> float:
 
 
 def _pair_error(
+    flow: Any,
     before: UInt8[np.ndarray, "height width 3"],
     after: UInt8[np.ndarray, "height width 3"],
     grey_before: UInt8[np.ndarray, "height width"],
     grey_after: UInt8[np.ndarray, "height width"],
 ) -> float:
-    flow = _cv2().DISOpticalFlow_create(_cv2().DISOPTICAL_FLOW_PRESET_MEDIUM)
     backward, forward = flow.calc(grey_after, grey_before, None), flow.calc(grey_before, grey_after, None)
-    seen = visible(backward, forward)
+    sources = _sources(backward)
+    seen = _visible(backward, forward, sources)
     if not seen.any():
         return float("nan")
-    moved = _remap(before.astype(np.float32), _sources(backward))
+    moved = _remap(before.astype(np.float32), sources)
     errors = _squares(after - moved)[seen]
     return float(errors.mean(dtype=np.float64)) / 3
 
@@ -100,8 +110,14 @@ def _squares(vectors: Float32[np.ndarray, "height width parts"]) -> Float32[np.n
 
 def _sources(flow: Float32[np.ndarray, "height width 2"]) -> Float32[np.ndarray, "height width 2"]:
     """Where each pixel comes from: column and row."""
-    rows, columns = np.indices(flow.shape[:2], dtype=np.float32)
-    return np.stack([columns, rows], -1) + flow
+    return _places(*flow.shape[:2]) + flow
+
+
+@functools.lru_cache(maxsize=1)
+def _places(height: int, width: int) -> Float32[np.ndarray, "height width 2"]:
+    """Column and row of every pixel."""
+    rows, columns = np.indices((height, width), dtype=np.float32)
+    return np.stack([columns, rows], -1)
 
 
 def _remap(image: Any, sources: Float32[np.ndarray, "height width 2"]) -> Any:

@@ -1,8 +1,8 @@
 """What a whole process needs by formula, what of it fits into a card, and how long a history fits.
 
 Bytes of a cache are the storage formula's for the units that the cache's own bookkeeping forms, so they are what a cache of
-that shape states about itself. Weights are those of the layers; a pass was counted in a stack of one layer; the VAE's
-decoder is estimated by its widest feature maps.
+that shape states about itself. Weights are those of the layers; a pass is what live hosts took beside them and their caches; the
+VAE's decoder is estimated by its widest feature maps.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from quantwm_core.errors import StateError
+from quantwm_kernels.launch import one_of
+from quantwm_kernels.statistics import QueryMoment, second_moment
 from quantwm_models.attention_hook import Attention, Replacement, function_replaced
 from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
@@ -329,8 +331,21 @@ def _ask(cache: LayerCache, roped: Tensor, projected: Tensor) -> None:
             f"layer {cache.layer}: {roped.shape[1]} heads ask {cache.chunks[0].keys.shape[1]}; sequence parallelism of "
             "this host is not served"
         )
-    kinds = torch.cat(_kinds(roped, projected), dim=2)
-    (cache.observe if cache.tokens else cache.foresee)(kinds)
+    if cache.scheme.uses_queries:
+        with one_of(cache.ranks):
+            moment = _moment(roped, projected)
+        cache.observe_moment(moment)
+
+
+def _moment(roped: Tensor, projected: Tensor) -> QueryMoment:
+    """Second moment of queries of both kinds, each zero in the channels of the other: two blocks on the diagonal."""
+    heads, channels = roped.shape[1], roped.shape[3]
+    halves = [second_moment(each, heads) for each in (roped, projected)]
+    mean = halves[0].mean.new_zeros(*halves[0].mean.shape[:2], 2 * channels, 2 * channels)
+    for number, half in enumerate(halves):
+        block = slice(number * channels, (number + 1) * channels)
+        mean[:, :, block, block] = 0.5 * half.mean
+    return QueryMoment(mean, sum(half.queries for half in halves))
 
 
 def _tell(cache: LayerCache, past: tuple[Tensor, Tensor], roped: Tensor, projected: Tensor) -> None:
