@@ -1,32 +1,24 @@
-"""What a host of the rolling-dict lineage allocates for a layer: tensors of the cache, and counters that Python reads."""
+"""What a host of the rolling-dict lineage allocates for a layer, made anew: dicts, objects with attributes, their tensors."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantwm_models.counter import Counter
+
 
 class Entries(dict[str, Any]):
-    """A layer's dict, whose counters stay on the CPU when the host sets them anew.
-
-    A host of this lineage asks ``counter.item()`` in every layer, and waits for the GPU each time if the counter is there.
-    """
+    """A layer's dict, in which a number that the host sets anew is a counter again."""
 
     def __setitem__(self, name: str, value: object) -> None:
-        super().__setitem__(name, value.cpu() if is_counter(value) else value)
-
-
-def is_counter(value: object) -> TypeGuard[Tensor]:
-    """Whether an entry is one whole number, which Python reads.
-
-    >>> is_counter(torch.tensor([3])), is_counter(torch.zeros(1)), is_counter(3)
-    (True, False, False)
-    """
-    return isinstance(value, Tensor) and value.numel() == 1 and not (value.is_floating_point() or value.is_complex())
+        if isinstance(value, Tensor) and Counter.serves(value) and not (value.is_meta or isinstance(value, Counter)):
+            value = Counter(value, value.device).fill_(value)
+        super().__setitem__(name, value)
 
 
 class Attributes(MutableMapping[str, Any]):
@@ -80,14 +72,7 @@ def on_meta(allocate: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[An
 
 
 def materialise(entries: MutableMapping[str, Any], device: torch.device, *, without: Sequence[str] = ()) -> None:
-    """Give a dict's tensors on the meta device their memory, zeros as hosts begin with; counters stay on the CPU.
-
-    >>> entries = {"k": torch.empty(2, device="meta"), "end": torch.empty(1, dtype=torch.int64, device="meta")}
-    >>> materialise(entries, torch.device("cpu"))
-    >>> entries
-    {'k': tensor([0., 0.]), 'end': tensor([0])}
-    """
+    """Give a dict's tensors on the meta device their memory, zeros as hosts begin with."""
     for name, entry in list(entries.items()):
         if isinstance(entry, Tensor) and entry.is_meta and name not in without:
-            place = torch.device("cpu") if is_counter(entry) else device
-            entries[name] = torch.zeros_like(entry, device=place)
+            entries[name] = torch.zeros_like(entry, device=device)
