@@ -1,4 +1,4 @@
-"""What a host of the rolling-dict lineage allocates for a layer, made anew: dicts, objects with attributes, their tensors."""
+"""What a host of the rolling-dict lineage allocates for a layer: tensors of the cache, and the numbers that say how far it is filled."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from quantwm_models.counter import Counter
 
 
 class Entries(dict[str, Any]):
-    """A layer's dict, in which a number that the host sets anew is a counter again."""
+    """A layer's dict, in which a whole number that the host sets anew, as at the begin of a video, is a counter again.
+
+    What makes plain dicts of a host's takes nothing away but that.
+
+    >>> entries = Entries()
+    >>> entries["end"] = torch.tensor([4])
+    >>> entries
+    {'end': Counter(4, device='cpu')}
+    """
 
     def __setitem__(self, name: str, value: object) -> None:
-        if isinstance(value, Tensor) and Counter.serves(value) and not (value.is_meta or isinstance(value, Counter)):
+        if type(value) is Tensor and not value.is_meta and Counter.serves(value):
             value = Counter(value, value.device).fill_(value)
         super().__setitem__(name, value)
 
@@ -72,7 +80,14 @@ def on_meta(allocate: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[An
 
 
 def materialise(entries: MutableMapping[str, Any], device: torch.device, *, without: Sequence[str] = ()) -> None:
-    """Give a dict's tensors on the meta device their memory, zeros as hosts begin with."""
+    """Give a dict's tensors on the meta device their memory, zeros as hosts begin with; whole numbers are counters.
+
+    >>> entries = {"k": torch.empty(2, device="meta"), "end": torch.empty(1, dtype=torch.int64, device="meta")}
+    >>> materialise(entries, torch.device("cpu"))
+    >>> entries
+    {'k': tensor([0., 0.]), 'end': Counter(0, device='cpu')}
+    """
     for name, entry in list(entries.items()):
         if isinstance(entry, Tensor) and entry.is_meta and name not in without:
-            entries[name] = torch.zeros_like(entry, device=device)
+            serves = Counter.serves(entry)
+            entries[name] = Counter(entry, device) if serves else torch.zeros_like(entry, device=device)
