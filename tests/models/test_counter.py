@@ -71,8 +71,13 @@ def test_what_moves_arguments_to_devices_leaves_it_alone() -> None:
     assert moved[0][0]["global_end_index"] is number
     cast: Any = _apply_to_tensors(lambda x: x.half() if x.is_floating_point() else x, [{"end": number}])
     assert cast[0]["end"] is number
-    twin = copy.copy(number)
-    assert int(twin) == 3
+
+
+def test_it_can_be_copied_and_shown() -> None:
+    number = counter(3)
+    twin = copy.deepcopy([number])[0]
+    number.fill_(4)
+    assert (int(twin), number.tolist(), number.numpy().tolist(), f"{number}") == (3, [4], [4], repr(number))
 
 
 def test_tensors_of_more_or_of_fractions_are_left_as_they_are() -> None:
@@ -80,7 +85,7 @@ def test_tensors_of_more_or_of_fractions_are_left_as_they_are() -> None:
     assert not Counter.serves(torch.empty(1))
 
 
-def test_a_host_is_given_counters_and_takes_its_own_again() -> None:
+def test_a_host_is_given_counters_also_where_it_begins_anew_with_numbers_of_its_own() -> None:
     host = CausalInferencePipeline()
     with attach(host, "bf16"):
         host.inference(noise(0, 6))
@@ -89,7 +94,10 @@ def test_a_host_is_given_counters_and_takes_its_own_again() -> None:
         assert all(isinstance(each, Counter) for each in ends.values())
         assert {name: int(each) for name, each in ends.items()} == dict.fromkeys(ends, 48)
         host.inference(noise(0, 3))  # in the same dicts, whose indices this host replaces
-        assert int(host.kv_cache1[0]["global_end_index"]) == 24
+        again = host.kv_cache1[0]["global_end_index"]
+        assert isinstance(again, Counter)
+        assert again is not ends["global_end_index"]
+        assert int(again) == 24
 
 
 @gpu

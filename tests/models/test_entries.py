@@ -1,27 +1,40 @@
-"""What a host allocates for a layer, made anew: tensors where they belong, counters where Python reads them."""
+"""What a host allocates for a layer, made anew: tensors where they belong, and counters that nobody waits for."""
+
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.utils import _recursive_to
 
 from quantwm_models import attach
+from quantwm_models.counter import Counter
 from quantwm_models.entries import Entries, materialise
 from tests.models.miniatures import causal_forcing
 
 
-def test_counters_are_allocated_on_the_cpu_and_nothing_else() -> None:
-    counter, place = torch.empty(1, dtype=torch.int64, device="meta"), torch.device("meta")
-    entries = {"k": torch.empty(1, 2, 3, 4, device="meta"), "end": counter, "scale": torch.empty(1, device="meta")}
+def test_whole_numbers_become_counters_and_nothing_else_does() -> None:
+    number, place = torch.empty(1, dtype=torch.int64, device="meta"), torch.device("cpu")
+    entries = {"k": torch.empty(1, 2, 3, 4, device="meta"), "end": number, "scale": torch.empty(1, device="meta")}
     materialise(entries, place)
-    assert {name: entry.device.type for name, entry in entries.items()} == {"k": "meta", "end": "cpu", "scale": "meta"}
+    assert {name: type(entry) for name, entry in entries.items()} == {
+        "k": torch.Tensor,
+        "end": Counter,
+        "scale": torch.Tensor,
+    }
     assert entries["end"].tolist() == [0]
 
 
-def test_counters_that_a_host_sets_anew_are_brought_to_the_cpu() -> None:
+def test_a_number_that_a_host_sets_anew_is_a_counter_again() -> None:
     entries = Entries()
-    with FakeTensorMode():  # a GPU's tensors, without one
-        entries["end"] = torch.tensor([0], device="cuda")
-        entries["k"] = torch.zeros(1, 2, device="cuda")
-        assert (entries["end"].device.type, entries["k"].device.type) == ("cpu", "cuda")
+    for name, value in (("k", torch.ones(1, 2)), ("n", 5), ("meta", torch.empty(1, dtype=torch.long, device="meta"))):
+        entries[name] = value
+        assert entries[name] is value
+    for number in (3, 0):
+        entries["end"] = torch.tensor([number])
+        assert isinstance(entries["end"], Counter)
+        assert int(entries["end"]) == number
+    del entries["meta"]
+    rebuilt: Any = _recursive_to([entries], torch.device("cpu"), False)
+    assert rebuilt[0][0]["end"] is entries["end"]
 
 
 def test_a_host_is_given_such_dicts() -> None:

@@ -10,6 +10,7 @@ caller's stream waits for it: what comes after on either of the two may overwrit
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -114,6 +115,16 @@ class PendingTensors:
             self._begun = torch.cuda.current_stream(status.device)
             self._arrived = self._begun.record_event()
 
+    def readable(self) -> tuple[SealedTensor, ...] | None:
+        """The tensors as they can be read already, all coefficients dense; None where :meth:`wait` decides how they are stored.
+
+        To be read on the stream of ``__init__`` alone. Whether to believe them :meth:`wait` tells.
+        """
+        if any(draft.later is not None for draft in self._drafts):
+            return None
+        made = (SealedTensor(each.method, each.parameters, each.shape, each.arrays) for each in self._drafts)
+        return self._sealed or tuple(made)
+
     def wait(self) -> tuple[SealedTensor, ...]:
         """Wait for the status and return the sealed tensors, in the order in which they were given.
 
@@ -139,6 +150,9 @@ class Finished(NamedTuple):
 
     tensors: tuple[SealedTensor, ...]
 
+    def readable(self) -> None:
+        """Nothing before :meth:`wait`, which waits for nothing."""
+
     def wait(self) -> tuple[SealedTensor, ...]:
         """The tensors."""
         return self.tensors
@@ -156,6 +170,17 @@ class PendingChunk:
         self._tensors = tensors
         self._start = start
 
+    def readable(self) -> SealedChunk | None:
+        """The unit as it can be read on the stream on which it was begun, before it is known whether to believe it.
+
+        None where only :meth:`wait` tells how it is stored, and on a CPU.
+        """
+        tensors = self._tensors.readable()
+        if tensors is None:
+            return None
+        keys, values = tensors
+        return SealedChunk(keys, values, self._start)
+
     def wait(self) -> SealedChunk:
         """Wait until the unit is sealed; later calls return it at once.
 
@@ -164,6 +189,16 @@ class PendingChunk:
         """
         keys, values = self._tensors.wait()
         return SealedChunk(keys, values, self._start)
+
+
+def forget_recordings() -> None:
+    """Give back the GPU memory that is kept to seal small units with one launch; the next of them are recorded anew.
+
+    >>> forget_recordings()
+    """
+    recorded = sys.modules.get("quantwm_kernels.triton.replay")
+    if recorded is not None:
+        recorded.RECORDINGS.clear()
 
 
 def _hand_over(sealed: Sequence[SealedTensor], begun: torch.cuda.Stream) -> None:

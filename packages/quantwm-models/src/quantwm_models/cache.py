@@ -13,7 +13,7 @@ from jaxtyping import BFloat16, Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from quantwm_core.errors import DtypeError, ParameterError, ShapeError, StateError, lookup
+from quantwm_core.errors import DtypeError, ParameterError, QuantWMError, ShapeError, StateError, lookup
 from quantwm_core.method import Scheme
 from quantwm_core.method import scheme as make_scheme
 from quantwm_core.rotary import Turning
@@ -26,7 +26,7 @@ from quantwm_kernels.reading import ReadPlan
 from quantwm_kernels.sealing import ACCEPTED
 from quantwm_kernels.statistics import QueryMoment, second_moment
 from quantwm_models.causality import CausalQueries
-from quantwm_models.contents import Contents, KeyFrame, Sealing, Unit, located, pieces, placed
+from quantwm_models.contents import Contents, KeyFrame, Sealing, Unconfirmed, Unit, located, pieces, placed
 from quantwm_models.geometry import Geometry, exact_chunk
 from quantwm_models.memory import advice, explained, free_nbytes
 from quantwm_models.observer import CacheObserver
@@ -125,6 +125,7 @@ class LayerCache:
         self._decoding = Stopwatch()
         self._plans: dict[tuple[tuple[int, ...], tuple[tuple[Segment, int], ...]], ReadPlan] = {}
         self._generation = 0
+        self._unconfirmed: tuple[Unconfirmed, Contents, Geometry | None] | None = None
         self.version = 0
         self.key_frame: KeyFrame | None = None
         self.expected: Geometry | None = None
@@ -143,7 +144,12 @@ class LayerCache:
 
     @property
     def contents(self) -> Contents:
-        """All that is held, a value: what happens to the cache later does not change it."""
+        """All that is held, a value: what happens to the cache later does not change it; waits for units being sealed.
+
+        Raises:
+            DomainError: As :meth:`append`, of a unit that a GPU could not seal.
+        """
+        self.workspace.confirm()
         return self._contents
 
     @property
@@ -153,7 +159,8 @@ class LayerCache:
 
     @property
     def chunks(self) -> tuple[SealedChunk, ...]:
-        """Sealed units that hold a live token, oldest first."""
+        """Sealed units that hold a live token, oldest first; waits for units being sealed, as :attr:`contents` does."""
+        self.workspace.confirm()
         return tuple(self._contents.units[span].chunk for span in self._contents.stream.units)
 
     @property
@@ -177,9 +184,12 @@ class LayerCache:
         Raises:
             ShapeError, DtypeError: The tensors do not fit each other or the chunks before.
             RangeError: The chunk is longer than the window allows.
-            DomainError: An older chunk that is due holds NaN, Inf or numbers beyond 2**60.
+            DomainError: An older chunk that is due holds NaN, Inf or numbers beyond 2**60. On a GPU the call after this one may
+                be the one that raises it, of whichever layer shares the workspace; the cache at fault, which the message
+                names, is then what it was before this call.
             StateError, DeviceError: A tensor requires grad, or lives where no implementation serves it.
         """
+        self.workspace.confirm()
         with self._located():
             exact_keys, exact_values, geometry = exact_chunk(keys, values, self._geometry, copy=copy)
             self._commit(self._contents.append(exact_keys, exact_values), geometry)
@@ -196,6 +206,7 @@ class LayerCache:
         Raises:
             QuantWMError: As :meth:`append`; the cache is still what it was then.
         """
+        self.workspace.confirm()
         with self._located():
             exact_keys, exact_values, geometry = exact_chunk(keys, values, None, copy=copy)
             begun = self._nothing().append(exact_keys, exact_values)
@@ -222,6 +233,7 @@ class LayerCache:
             ShapeError: The tensors are not of so many tokens.
             QuantWMError: As :meth:`append` and :meth:`observe`; the cache is still what it was then.
         """
+        self.workspace.confirm()
         with self._located():
             parts = [_split(name, each, tokens) for name, each in (("keys", keys), ("values", values))]
             asked = [None] * len(tokens) if queries is None else _split("queries", queries, tokens)
@@ -253,8 +265,8 @@ class LayerCache:
         if queries is not None:
             _check_queries(queries)
             grown = self._observed(grown, queries, geometry)
-        settled, sealings = grown.complete().settle(self.scheme, self._frame)
-        return settled, geometry, [((), gone), (sealings, ())] if self.observers else []
+        settled = grown.complete().settle(self.scheme, self._frame)
+        return settled.contents, geometry, [((), gone), (settled.sealings, ())] if self.observers else []
 
     def overwrite(
         self,
@@ -269,6 +281,7 @@ class LayerCache:
             StateError: No chunk is active, or a tensor requires grad.
             ShapeError, DtypeError: The tensors are not what the active chunk holds.
         """
+        self.workspace.confirm()
         with self._located():
             exact_keys, exact_values, _ = exact_chunk(keys, values, self._geometry, copy=copy)
             self._contents = self._contents.overwrite(exact_keys, exact_values)
@@ -350,6 +363,7 @@ class LayerCache:
         Raises:
             DomainError: A chunk that is due holds NaN, Inf or numbers beyond 2**60.
         """
+        self.workspace.confirm()
         with self._located():
             self._commit(self._contents.complete(), self._geometry)
 
@@ -362,6 +376,7 @@ class LayerCache:
             RangeError: The range lies outside the window.
             DomainError: A chunk that is due holds NaN, Inf or numbers beyond 2**60.
         """
+        self.workspace.confirm()
         with self._located():
             self._commit(self._contents.evict(start, stop), self._geometry)
 
@@ -441,6 +456,7 @@ class LayerCache:
             geometry: Of their chunks; None where there are none.
         """
         before = self.stream.live
+        self._unconfirmed = None
         self._contents, self._geometry, self._decoding = contents, geometry, Stopwatch()
         self._plans.clear()
         if self.offload is not None:
@@ -460,6 +476,7 @@ class LayerCache:
         _check_kind("offload", offload, Offload)
         if offload is self.offload:
             return
+        self.workspace.confirm()
         with self._located():
             before, contents = self.offload, self._contents
             if self._geometry is not None:
@@ -471,7 +488,7 @@ class LayerCache:
 
     def report(self) -> CacheReport:
         """What the cache holds and what it cost since it was cleared; on a GPU this waits for the reads that were launched."""
-        contents = self._contents
+        contents = self.contents
         sealed = sum(piece.span.tokens for piece in contents.stream.read() if piece.unit is not None)
         width = 0
         if self._geometry is not None:
@@ -499,16 +516,45 @@ class LayerCache:
         return Contents(self._settings, CausalQueries(decay=self.scheme.decay))
 
     def _commit(self, contents: Contents, geometry: Geometry | None) -> None:
-        """Seal what is due in ``contents``, make them the cache's, then tell the observers."""
-        before = self._contents
-        settled, sealings = contents.settle(self.scheme, self._frame)
+        """Seal what is due in ``contents``, make them the cache's, then tell the observers.
+
+        What a GPU seals is read at once and believed later, when this cache or that of another layer changes: a wait for each
+        layer would leave the GPU idle. Observers, and host memory, take what is certain.
+        """
+        before, geometry_before = self._contents, self._geometry
+        certain = self.offload is not None or bool(self.observers)
+        settled, sealings, unconfirmed = contents.settle(self.scheme, self._frame, wait=certain)
         if geometry is not None:
             settled = self._moved(settled, self.offload, geometry.device)
         if settled.units.keys() != before.units.keys():
             self._plans.clear()  # a plan keeps its units alive
         self._contents, self._geometry = settled, geometry
         self.version += 1
+        if unconfirmed is not None:
+            self._unconfirmed = (unconfirmed, before, geometry_before)
+            self.workspace.unconfirmed = self._confirm
         self._tell(sealings, before.gone(settled))
+
+    def _confirm(self) -> None:
+        """Wait for the units that are being sealed.
+
+        Raises:
+            DomainError: One cannot be; the cache is what it was before the call that began to seal it.
+        """
+        if self._unconfirmed is None:
+            return
+        unconfirmed, before, geometry = self._unconfirmed
+        with self._located():
+            try:
+                contents = unconfirmed.confirm(self._contents)
+            except (QuantWMError, torch.OutOfMemoryError):
+                self._contents, self._geometry, self._unconfirmed = before, geometry, None
+                self._plans.clear()
+                self.version += 1
+                raise
+        if any(contents.units[span] is not unit for span, unit in self._contents.units.items()):
+            self._plans.clear()  # what is stored in another way now
+        self._contents, self._unconfirmed = contents, None
 
     def _tell(self, sealings: Sequence[Sealing], gone: Sequence[Span]) -> None:
         """Tell the observers what was sealed and what is not live any more."""

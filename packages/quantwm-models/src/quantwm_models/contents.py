@@ -18,8 +18,9 @@ from quantwm_core.errors import DomainError, QuantWMError
 from quantwm_core.method import Scheme
 from quantwm_core.stream import Span, Stream, cut, overlap
 from quantwm_kernels.chunk import SealedChunk
-from quantwm_kernels.methods import seal_chunk
+from quantwm_kernels.methods import begin_chunk
 from quantwm_kernels.reading import Piece
+from quantwm_kernels.sealing import PendingChunk
 from quantwm_kernels.statistics import QueryMoment
 from quantwm_models.causality import CausalQueries
 from quantwm_models.stopwatch import Stopwatch
@@ -54,6 +55,46 @@ class Sealing(NamedTuple):
     chunk: SealedChunk
     keys: Tensor
     values: Tensor
+
+
+class Unconfirmed(NamedTuple):
+    """Units that can be read already, and of which a GPU will tell whether they could be sealed.
+
+    Attributes:
+        begun: Name for messages, span and sealing of each.
+        watch: What times them.
+    """
+
+    begun: tuple[tuple[str, Span, PendingChunk], ...]
+    watch: Stopwatch
+
+    def confirm(self, contents: Contents) -> Contents:
+        """``contents``, which hold the units, with what became of them; waits for their sealing.
+
+        Raises:
+            DomainError: A unit cannot be sealed.
+        """
+        units = dict(contents.units)
+        for name, span, pending in self.begun:
+            with located(name), _advised():
+                chunk = pending.wait()
+            if span in units and not _stored_alike(units[span].chunk, chunk):
+                units[span] = units[span]._replace(chunk=chunk)
+        return replace(contents, units=units, seal_seconds=contents.seal_seconds + self.watch.seconds())
+
+
+class Settled(NamedTuple):
+    """What sealing made of contents.
+
+    Attributes:
+        contents: Nothing is due in them any more.
+        sealings: What was sealed.
+        unconfirmed: Units that were not waited for; None if all were.
+    """
+
+    contents: Contents
+    sealings: tuple[Sealing, ...]
+    unconfirmed: Unconfirmed | None = None
 
 
 @contextmanager
@@ -140,15 +181,20 @@ class Contents:
         """The same, its BF16 tokens in memory of their own."""
         return replace(self, exact=tuple(_slice(piece, piece.span) for piece in self.exact))
 
-    def settle(self, scheme: Scheme, frame: KeyFrame | None = None) -> tuple[Contents, tuple[Sealing, ...]]:
-        """Seal what is due, by queries in the frame of the keys; on a GPU each unit is waited for.
+    def settle(self, scheme: Scheme, frame: KeyFrame | None = None, *, wait: bool = True) -> Settled:
+        """Seal what is due, by queries in the frame of the keys.
+
+        Args:
+            scheme: How.
+            frame: See :attr:`quantwm_models.cache.LayerCache.key_frame`.
+            wait: Whether to wait for units that a GPU seals; those that can be read before are left unconfirmed otherwise.
 
         Raises:
             QuantWMError: A unit cannot be sealed; the message names its chunk and the tensor.
         """
         due = self.stream.due()
         watch = Stopwatch()
-        queries, units, sealings = self.queries, dict(self.units), []
+        queries, units, sealings, unconfirmed = self.queries, dict(self.units), [], []
         last = self._last_unit() if due else None
         for span in due:
             queries = queries.before(span.start)
@@ -156,7 +202,11 @@ class Contents:
             past = queries.past if frame is None or queries.past is None else frame(queries.past, span)
             begun = watch.start(keys.device)
             with located(self._name(span)), _advised():
-                last = seal_chunk(scheme, keys, values, past, last, span.start)
+                pending = begin_chunk(scheme, keys, values, past, last, span.start)
+                readable = None if wait else pending.readable()
+                if readable is not None:
+                    unconfirmed.append((self._name(span), span, pending))
+                last = readable or pending.wait()
             watch.stop(begun)
             units[span] = Unit(next(serials), last)
             sealings.append(Sealing(last, keys, values))
@@ -166,9 +216,10 @@ class Contents:
             queries=queries.before(stream.sealed_end),
             units=units,
             chunks_sealed=self.chunks_sealed + len(due),
-            seal_seconds=self.seal_seconds + watch.seconds(),
+            seal_seconds=self.seal_seconds + (0 if unconfirmed else watch.seconds()),
         )
-        return _follow(settled, stream), tuple(sealings)
+        left = Unconfirmed(tuple(unconfirmed), watch) if unconfirmed else None
+        return Settled(_follow(settled, stream), tuple(sealings), left)
 
     def moved(self, move: Callable[[Unit], Unit]) -> Contents:
         """The same units elsewhere."""
@@ -247,6 +298,15 @@ def pieces(segments: Sequence[Segment], chunks: Mapping[int, SealedChunk]) -> tu
         Piece(chunks[serial], start - chunks[serial].start, stop - chunks[serial].start, place)
         for (serial, start, stop), place in placed(segments)
         if serial in chunks
+    )
+
+
+def _stored_alike(one: SealedChunk, other: SealedChunk) -> bool:
+    """Whether two units are made of the same arrays."""
+    pairs = ((one.keys.arrays, other.keys.arrays), (one.values.arrays, other.values.arrays))
+    return all(
+        ours.keys() == theirs.keys() and all(array is theirs[name] for name, array in ours.items())
+        for ours, theirs in pairs
     )
 
 

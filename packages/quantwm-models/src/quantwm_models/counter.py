@@ -34,6 +34,7 @@ class Counter(Tensor):
 
     def __new__(cls, like: Tensor, device: torch.device) -> Counter:
         """A counter at zero."""
+        device = torch.empty(0, device=device).device  # with its number, as other tensors have it
         made: Counter = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)  # noqa: SLF001  # how torch lets a class be a tensor without memory
         made.number = 0
         return made
@@ -62,6 +63,17 @@ class Counter(Tensor):
     def tensor(self) -> Tensor:
         """A tensor of the device with the number."""
         return torch.full(self.shape, self.number, dtype=self.dtype, device=self.device)
+
+    def tolist(self) -> Any:
+        """As of a tensor."""
+        return self.tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of a tensor."""
+        return self.tensor().numpy(force=force)
+
+    def __deepcopy__(self, memo: object) -> Counter:
+        return Counter(self, self.device).fill_(self.number)
 
     def __int__(self) -> int:
         return self.number

@@ -1,32 +1,32 @@
-"""What a host of the rolling-dict lineage allocates for a layer: tensors of the cache, and counters that Python reads."""
+"""What a host of the rolling-dict lineage allocates for a layer: tensors of the cache, and the numbers that say how far it is filled."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantwm_models.counter import Counter
+
 
 class Entries(dict[str, Any]):
-    """A layer's dict, whose counters stay on the CPU when the host sets them anew.
+    """A layer's dict, in which a whole number that the host sets anew, as at the begin of a video, is a counter again.
 
-    A host of this lineage asks ``counter.item()`` in every layer, and waits for the GPU each time if the counter is there.
+    What makes plain dicts of a host's takes nothing away but that.
+
+    >>> entries = Entries()
+    >>> entries["end"] = torch.tensor([4])
+    >>> entries
+    {'end': Counter(4, device='cpu')}
     """
 
     def __setitem__(self, name: str, value: object) -> None:
-        super().__setitem__(name, value.cpu() if is_counter(value) else value)
-
-
-def is_counter(value: object) -> TypeGuard[Tensor]:
-    """Whether an entry is one whole number, which Python reads.
-
-    >>> is_counter(torch.tensor([3])), is_counter(torch.zeros(1)), is_counter(3)
-    (True, False, False)
-    """
-    return isinstance(value, Tensor) and value.numel() == 1 and not (value.is_floating_point() or value.is_complex())
+        if type(value) is Tensor and not value.is_meta and Counter.serves(value):
+            value = Counter(value, value.device).fill_(value)
+        super().__setitem__(name, value)
 
 
 class Attributes(MutableMapping[str, Any]):
@@ -80,14 +80,14 @@ def on_meta(allocate: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[An
 
 
 def materialise(entries: MutableMapping[str, Any], device: torch.device, *, without: Sequence[str] = ()) -> None:
-    """Give a dict's tensors on the meta device their memory, zeros as hosts begin with; counters stay on the CPU.
+    """Give a dict's tensors on the meta device their memory, zeros as hosts begin with; whole numbers are counters.
 
     >>> entries = {"k": torch.empty(2, device="meta"), "end": torch.empty(1, dtype=torch.int64, device="meta")}
     >>> materialise(entries, torch.device("cpu"))
     >>> entries
-    {'k': tensor([0., 0.]), 'end': tensor([0])}
+    {'k': tensor([0., 0.]), 'end': Counter(0, device='cpu')}
     """
     for name, entry in list(entries.items()):
         if isinstance(entry, Tensor) and entry.is_meta and name not in without:
-            place = torch.device("cpu") if is_counter(entry) else device
-            entries[name] = torch.zeros_like(entry, device=place)
+            serves = Counter.serves(entry)
+            entries[name] = Counter(entry, device) if serves else torch.zeros_like(entry, device=device)

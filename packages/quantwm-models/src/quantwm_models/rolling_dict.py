@@ -21,7 +21,6 @@ from quantwm_core.errors import StateError
 from quantwm_core.rotary import Turning
 from quantwm_models.attention_hook import Attention, function_replaced, running_layer_known
 from quantwm_models.cache import LayerCache
-from quantwm_models.counter import Counter
 from quantwm_models.entries import Attributes, Entries, materialise, on_meta
 from quantwm_models.errors import HostError
 from quantwm_models.patching import Setting, replaced, restored
@@ -174,9 +173,6 @@ class _Allocator:
         keys, values = entries["k"], entries["v"]
         sink, slots = self.host.sink(keys.shape[1]), self.host.slots(keys.shape[1])
         self.workspace.reserve(slots)
-        for name, entry in list(entries.items()):
-            if isinstance(entry, Tensor) and entry.is_meta and Counter.serves(entry):
-                entries[name] = Counter(entry, device)
         materialise(entries, device, without=("k", "v"))
         cache = self.make_cache(
             layer, branch=branch, sink=sink, workspace=self.workspace, turning=self.host.turning(keys.shape[1])

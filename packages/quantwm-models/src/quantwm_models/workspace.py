@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,6 +43,18 @@ class Workspace:
         self._buffers: tuple[Tensor, Tensor] | None = None
         self._shapes: tuple[Sequence[int], Sequence[int]] | None = None
         self._segments: tuple[Segment, ...] = ()
+        # Waits for what one of the layers is sealing. There is one at a time, whose BF16 tokens are still there.
+        self.unconfirmed: Callable[[], None] | None = None
+
+    def confirm(self) -> None:
+        """Wait for what one of the layers is sealing, before any changes.
+
+        Raises:
+            DomainError: It cannot be sealed; the message names the layer, and its cache is as it was.
+        """
+        unconfirmed, self.unconfirmed = self.unconfirmed, None
+        if unconfirmed is not None:
+            unconfirmed()
 
     @property
     def nbytes(self) -> int:
