@@ -197,7 +197,9 @@ def describe(
     try:
         if method in TRANSFORMS:
             places, directions = _places(method, shape, arrays)
-            recipe = Recipe(Form.TRANSFORM, shape[3], _codes_together(arrays["codes"], places), rank=_padded(directions))
+            recipe = Recipe(
+                Form.TRANSFORM, shape[3], _codes_together(arrays["codes"], places), rank=_padded(directions)
+            )
         else:
             recipe = _recipe(methods.get(method, **parameters), shape[3], arrays)
         expected = _expected(recipe, shape, arrays)
