@@ -182,11 +182,14 @@ def run(plan: Plan, methods: Sequence[MethodChoice], tell: Callable[[str], None]
 def chunk_seconds(passes: dict[str, list[float]], steps: int) -> float:
     """Seconds of a chunk, its denoising steps extrapolated to as many as the model makes.
 
-    >>> chunk_seconds({"build": [3.0], "step": [1.0, 2.0]}, 50)
-    78.0
+    The first step counts once: what is sealed when a chunk begins is sealed in it.
+
+    >>> chunk_seconds({"build": [3.0], "step": [2.0, 1.0, 1.0]}, 50), chunk_seconds({"step": [2.0]}, 4)
+    (54.0, 8.0)
     """
     others = sum(sum(each) for name, each in passes.items() if name != "step")
-    return others + steps * sum(passes["step"]) / len(passes["step"])
+    first, *rest = passes["step"]
+    return others + first + (steps - 1) * (sum(rest) / len(rest) if rest else first)
 
 
 def _measured(plan: Plan, stack: Stack, name: str, scheme: Any) -> Measured:
