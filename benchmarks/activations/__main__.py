@@ -23,7 +23,7 @@ from benchmarks.activations import minilm, room, whisper
 from benchmarks.activations.harness import Score, lines, measure
 from benchmarks.activations.methods import labels as default_labels
 from benchmarks.activations.recording import Recording
-from benchmarks.activations.table import markdown, pairs
+from benchmarks.activations.table import markdown, pairs, totals
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 CHUNKS = {
@@ -72,9 +72,10 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", help="labels; those of methods.py otherwise")
     arguments = parser.parse_args()
     if arguments.model == "table":
-        for model in CHUNKS:
+        for model in (name for name in CHUNKS if name != "long"):
             print(markdown(RESULTS / f"activations-{model}.jsonl", default_labels(model)))
         print(pairs(RESULTS / "activations-room.jsonl"))
+        print(totals(RESULTS / "activations-long.jsonl"))
     else:
         run(arguments)
 

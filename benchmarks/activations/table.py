@@ -81,3 +81,21 @@ def pairs(path: Path) -> str:
             cells.append(f"{shown}, {text(ratio(rows, plain, name), 1.0, 2)}")
         lines.append([f"`{method}`", *cells])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def totals(path: Path) -> str:
+    """Methods with all that they take, and their errors over those of the first, the paper's, on the same inputs."""
+    methods: dict[str, Rows] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        methods.setdefault(row["method"], []).append(row)
+    paper = next(iter(methods.values()))
+    heads = ["method", *BITS.values(), "total", "of 16 bits", *(f"{title}, ratio" for title, _, _ in ERRORS.values())]
+    lines = [heads, ["---"] * len(heads)]
+    for method, rows in methods.items():
+        bits = {name: bootstrap(list(by_source(rows, name).values())).mean for name in BITS}
+        total = (bits["key_bits"] + bits["value_bits"]) / 2 + bits["shared_bits"] + bits["state_bits"]
+        cells = [f"{value:.2f}" for value in (*bits.values(), total)] + [f"1/{16 / total:.1f}"]
+        cells += [text(ratio(rows, paper, name), 1.0, 2) for name in ERRORS]
+        lines.append([f"`{method}`", *cells])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"

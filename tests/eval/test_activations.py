@@ -114,6 +114,13 @@ def test_the_page_of_coming_frames_says_what_the_lines_say() -> None:
     assert printed in (docs / "frames-ahead.md").read_text(encoding="utf-8")
 
 
+def test_the_page_of_transform_codes_says_what_longer_units_take() -> None:
+    results = Path(__file__).parents[2] / "docs" / "results"
+    printed = table.totals(results / "activations-long.jsonl")
+    assert printed.count(":chunks_per_seal=11") >= len(methods.LONG)
+    assert printed in (results / "transform-codes.md").read_text(encoding="utf-8")
+
+
 def test_feedback_makes_up_for_what_is_not_compensated() -> None:
     queries, keys, values = torch.randn(3, 1, 2, 96, 32, generator=torch.Generator().manual_seed(0))
     queries[..., :16] += 2 * queries[..., 16:]  # sixteen pairs of channels that the queries see together

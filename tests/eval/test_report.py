@@ -340,5 +340,6 @@ def test_a_dash_says_why() -> None:
     assert "– (no query was sampled)" in told(samples=0, per_seal=1)
     assert "– (nothing sealed was read)" in told(samples=4, per_seal=2)
     assert "– (nothing was sealed)" in told(samples=4, per_seal=9)
+    assert "Not measured: object_permanence (no look-away test), peak_memory (no GPU)." in told(samples=4, per_seal=1)
     assert "– (not run yet)" in told(samples=4, per_seal=1, without="rtn")
     assert "– (" not in told(samples=4, per_seal=1).replace("– (no", "–")

@@ -71,15 +71,16 @@ def _decode_psac(threshold: float, bits: int = 8) -> Call:
     return Call((*psac.encode(*_psac(threshold, bits).arguments), 70, 5, 69))
 
 
-def _attend_packed() -> Call:
+def _attend_packed(*methods: str, rotated: bool = False) -> Call:
     units = [
         seal_chunk(make_scheme(method), normal(1, 2, 12, 8, seed=seed), normal(1, 2, 12, 8, seed=seed + 1))
-        for seed, method in enumerate(("rtn", "quantwm"))
+        for seed, method in enumerate(methods)
     ]
     sealed = [tensor for unit in units for each in (unit.keys, unit.values) for tensor in each.arrays.values()]
     text = json.dumps([(unit.keys.specification, unit.values.specification, 2, 11) for unit in units])
     queries = normal(1, 5, 4, 8).transpose(1, 2).bfloat16()
-    return Call((queries, sealed, [normal(1, 2, 3, 8, dtype=torch.bfloat16) for _ in range(2)], text, 0.3))
+    plain = [normal(1, 2, 3, 8, dtype=torch.bfloat16) for _ in range(2)]
+    return Call((queries, sealed, plain, text, 0.3, rotated))
 
 
 def _choose(metric: bool) -> Call:
@@ -113,7 +114,10 @@ CALLS: dict[str, tuple[Callable[[], Call], ...]] = {
     "encode_psac": (lambda: _psac(0.0), lambda: _psac(1.0), lambda: _psac(0.0, bits=4)),
     "decode_psac": (lambda: _decode_psac(0.0), lambda: _decode_psac(1.0), lambda: _decode_psac(0.0, bits=4)),
     "attend": (lambda: Call((normal(1, 4, 5, 8), normal(1, 2, 7, 8), normal(1, 2, 7, 8, seed=1))),),
-    "attend_packed": (_attend_packed,),
+    "attend_packed": (
+        lambda: _attend_packed("rtn", "quantwm"),
+        lambda: _attend_packed("klt", "bf16", rotated=True),
+    ),
     "attention_logits": (lambda: Call((normal(1, 4, 5, 8), normal(1, 2, 7, 8))),),
     "logit_error": (lambda: Call((normal(2, 5, 7), normal(2, 5, 7, seed=1))),),
     "selection_shift": (lambda: Call((normal(2, 5, 7), normal(2, 5, 7, seed=1), 2)),),

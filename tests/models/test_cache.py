@@ -228,9 +228,11 @@ def test_attend_is_attention_to_what_is_read(query_heads: int, attention: Attent
     assert cache.attend(queries.float(), 4, 40).dtype == torch.float32
 
 
+@pytest.mark.parametrize("path", ["packed", "rotated"])
 @pytest.mark.parametrize("name", METHODS)
-def test_attention_from_the_packed_cache_agrees_and_needs_no_workspace(name: str) -> None:
-    caches = {path: LayerCache(name, attention=path, chunks_per_seal=2, window=70) for path in ("packed", "decoded")}
+def test_attention_from_the_packed_cache_agrees_and_needs_no_workspace(name: str, path: AttentionPath) -> None:
+    paths: tuple[AttentionPath, ...] = (path, "decoded")
+    caches = {each: LayerCache(name, attention=each, chunks_per_seal=2, window=70) for each in paths}
     for cache in caches.values():
         fill(cache, 6)
     queries = normal(1, 6, 5, 16, seed=5)
@@ -238,10 +240,10 @@ def test_attention_from_the_packed_cache_agrees_and_needs_no_workspace(name: str
         packed, decoded = (cache.attend(queries, *bounds) for cache in caches.values())
         assert packed.dtype == decoded.dtype == torch.bfloat16
         assert torch.allclose(packed.float(), decoded.float(), atol=2e-2), bounds
-    assert caches["packed"].report().workspace_nbytes == 0
+    assert caches[path].report().workspace_nbytes == 0
     assert caches["decoded"].report().workspace_nbytes > 0
     one, other = (cache.queries.groups[-1].moment for cache in caches.values())
-    assert (one is None) == (other is None) == (not caches["packed"].scheme.uses_queries)
+    assert (one is None) == (other is None) == (not caches[path].scheme.uses_queries)
     assert one is None or other is None or one.queries == other.queries
 
 

@@ -90,16 +90,22 @@ def attend(
     *,
     lanes: int = 8,
     divided: bool = False,
+    rotated: bool = False,
     architectures: tuple[int, ...] = (86, 90),
 ) -> Case:
     """The attention kernel for two recipes."""
     recipes = constants("KEY", keys, lanes) | constants("VALUE", values, lanes)
-    flags = {"LANES": lanes, "ALIGNED": int(lanes == 8), "PLAIN_ALIGNED": int(lanes == 8), "DIVIDED": int(divided)}
+    flags = {
+        "LANES": lanes,
+        "ALIGNED": int(lanes == 8),
+        "PLAIN_ALIGNED": int(lanes == 8),
+        "DIVIDED": int(divided),
+        "ROTATES": int(rotated),
+    }
     types = ATTEND.replace("out:*bf16", "out:*fp32") if divided else ATTEND
     wide = max(keys.channels, values.channels) > WIDE_CHANNELS
-    return Case(
-        "attention.attend_kernel", "attend_wide" if wide else "attend", types, recipes | flags, variant, architectures
-    )
+    launch = "attend_wide" if wide else "attend_rotated" if rotated else "attend"
+    return Case("attention.attend_kernel", launch, types, recipes | flags, variant, architectures)
 
 
 SEARCH = (
@@ -175,6 +181,7 @@ CASES = (
     read("klt, few", Recipe(Form.TRANSFORM, 80, 1, rank=32), Recipe(Form.AFFINE, 80, 40, 1), lanes=4, aligned=False),
     read("oscar", ROTATED, ROTATED),
     attend("klt", TRANSFORM, TRANSFORM),
+    attend("klt, rotated", TRANSFORM, TRANSFORM, rotated=True, architectures=(80, 86, 90)),
     attend("klt, wide", Recipe(Form.TRANSFORM, 256, rank=128), Recipe(Form.EXACT, 256), architectures=(86,)),
     attend("oscar", ROTATED, ROTATED, architectures=(90,)),
     attend("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, architectures=tuple(SHARED_NBYTES)),

@@ -323,6 +323,15 @@ def test_units_that_share_a_basis_and_units_that_do_not_are_one_launch(device: t
     assert launch(device, reads, reads) == 1
 
 
+def test_a_stream_without_directions_reads_no_row(device: torch.device) -> None:
+    unit = strategies.unit(("normal", "normal"), 0, 40, 32).astype(np.float32)
+    unit[:, 0] *= 2.0**-30
+    quiet = core_methods.get("klt", allocation="layer", bits=0.5).seal("values", unit.astype("bfloat16"))
+    assert not quiet.arrays["blocks"][0, 0].any()
+    assert not quiet.arrays["shared_basis_blocks"][0, 0]
+    assert launch(device, [Read(quiet, 0, 40)], [Read(quiet, 3, 40)]) == 1
+
+
 def test_a_transform_whose_arrays_do_not_fit_together_is_refused(device: torch.device) -> None:
     sealed = SealedTensor.from_core(seal("klt", "keys", strategies.unit(("normal", "clusters"), 0, 20, 64))).to(device)
     for name in ("codes", "order", "steps", "means", "shared_basis", "shared_basis_scales"):

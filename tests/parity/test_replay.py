@@ -24,36 +24,72 @@ PARAMETERS: list[tuple[str, dict[str, Any]]] = [
 class Counted:
     """Stands in for a recording where there is no GPU."""
 
-    def __init__(self, call: replay.Call, inputs: Sequence[Tensor]) -> None:
+    full = False
+
+    def __init__(self, call: replay.Call, inputs: Sequence[Tensor], kept: replay.Kept) -> None:
+        if self.full:
+            raise torch.OutOfMemoryError("no room")
         self.call = call
 
     def replay(self, inputs: Sequence[Tensor]) -> replay.Made:
         return [{name: -tensor for name, tensor in each.items()} for each in self.call(inputs)]
 
 
+class Shared:
+    """Stands in for what the recordings of a device share."""
+
+    def __init__(self, pool: object) -> None:
+        self.nbytes = 0
+
+
 def doubled(inputs: Sequence[Tensor]) -> replay.Made:
     return [{"twice": 2 * each} for each in inputs]
 
 
-def test_a_call_is_replayed_from_the_second_time_on_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
     monkeypatch.setattr(replay, "Recording", Counted)
-    recordings = replay.Recordings()
+    monkeypatch.setattr(replay, "Kept", Shared)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(Counted, "full", False)
+    return Counted
 
-    def run(key: object, inputs: Sequence[Tensor]) -> float:
-        return float(recordings.run(key, doubled, inputs)[0]["twice"].sum())
 
-    one = [torch.ones(3)]
-    assert [run("a", one), run("a", one), run("a", one)] == [6, -6, -6]
-    assert run("b", one) == 6, "another key"
-    assert run("a", [torch.ones(4)]) == 8, "another shape"
-    for number in range(replay.MOST_RECORDINGS):
-        run(number, one)
-        run(number, one)
-    assert run("a", one) == 6, "the oldest was forgotten"
-    assert run(replay.MOST_RECORDINGS - 1, one) == -6
+def run(recordings: replay.Recordings, key: object, *inputs: Tensor) -> float:
+    return float(recordings.run(key, doubled, inputs)[0]["twice"].sum())
+
+
+def test_a_call_is_replayed_from_the_second_time_on(counted: type[Counted]) -> None:
+    recordings, one = replay.Recordings(), torch.ones(3)
+    assert [run(recordings, "a", one) for _ in range(3)] == [6, -6, -6]
+    assert run(recordings, "b", one) == 6, "another key"
+    assert run(recordings, "a", torch.ones(4)) == 8, "another shape"
+    assert run(recordings, "a", torch.ones(3, 2).T[0]) == 6, "other strides"
     recordings.clear()
-    assert run(replay.MOST_RECORDINGS - 1, one) == 6
-    assert not replay.pays(one), "a CPU is never waited for"
+    assert run(recordings, "a", one) == 6
+    assert not replay.pays([one]), "a CPU is never waited for"
+
+
+def test_no_more_is_recorded_than_there_is_room_for(counted: type[Counted], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MOST_KEPT_NBYTES", 24)
+    recordings, one = replay.Recordings(), torch.ones(3)  # 12 bytes
+    assert [run(recordings, key, one) for key in "aabbccca"] == [6, -6, 6, -6, 6, 6, 6, -6]
+
+
+def test_what_does_not_fit_into_memory_is_called(counted: type[Counted], monkeypatch: pytest.MonkeyPatch) -> None:
+    recordings, one = replay.Recordings(), torch.ones(3)
+    monkeypatch.setattr(Counted, "full", True)
+    assert [run(recordings, "a", one) for _ in range(3)] == [6, 6, 6]
+    monkeypatch.setattr(Counted, "full", False)
+    assert run(recordings, "a", one) == -6
+
+
+def test_calls_beyond_those_that_are_remembered_are_made(
+    counted: type[Counted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "MOST_SEEN", 1)
+    recordings, one = replay.Recordings(), torch.ones(3)
+    assert [run(recordings, key, one) for key in "abab"] == [6, 6, -6, 6]
 
 
 @pytest.fixture
@@ -132,3 +168,16 @@ def test_what_a_recording_keeps_is_given_back(recorded: torch.device) -> None:
     assert unit < kept < 8 * unit
     replay.RECORDINGS.clear()
     assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_devices_have_recordings_of_their_own(recorded: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, made = scheme("quantwm"), []
+    for index in (0, 1):
+        given = units(torch.device("cuda", index), 3)
+        made.append((given, [seal_chunk(method, *each) for each in given]))
+    monkeypatch.setattr(replay, "pays", lambda _: False)
+    for given, chunks in made:
+        for each, chunk in zip(given, chunks, strict=True):
+            check_same(chunk, seal_chunk(method, *each))

@@ -72,8 +72,21 @@ def attend(
     weights = softmax(logits(queries, keys))
     if values.shape[:-1] != keys.shape[:-1]:
         raise ShapeError(f"keys {keys.shape} and values {values.shape}: need the same B, H and N")
-    grouped = weights.reshape(*keys.shape[:2], -1, keys.shape[2]) @ values.astype(np.float32)
-    return grouped.reshape(*queries.shape[:-1], values.shape[-1])
+    return averaged(weights, values)
+
+
+def averaged(
+    weights: Float32[np.ndarray, "batch query_heads queries tokens"],
+    values: Float[np.ndarray, "batch heads tokens value_channels"],
+) -> Float32[np.ndarray, "batch query_heads queries value_channels"]:
+    """Values weighted by what :func:`softmax` gave, for query heads that may share KV heads.
+
+    >>> averaged(np.full((1, 2, 1, 4), 0.25, np.float32), np.arange(4, dtype=np.float32).reshape(1, 1, 4, 1)).ravel()
+    array([1.5, 1.5], dtype=float32)
+    """
+    batch, heads, tokens, channels = values.shape
+    grouped = weights.reshape(batch, heads, -1, tokens) @ values.astype(np.float32)
+    return grouped.reshape(*weights.shape[:-1], channels)
 
 
 def logit_error(

@@ -203,9 +203,9 @@ def decode(
     means = arrays["means"]
     if means.shape != (batch, heads, channels):
         raise ShapeError(f"means {means.shape} of a unit of {shape}")
-    stored = list(_stored(arrays, tokens))  # which looks whether there are so many, before room is made for them
+    found = list(stored(arrays, tokens))  # which looks whether there are so many, before room is made for them
     decoded = np.empty((batch, heads, stop - start, channels), BF16)
-    for place, counts, packed, matrix in stored:
+    for place, counts, packed, matrix in found:
         decoded[place] = _decode(packed, counts, matrix, means[place], start, stop)
     return decoded
 
@@ -291,7 +291,7 @@ def _encode(source: Source, plan: Plan) -> tuple[UInt8[np.ndarray, "tokens bytes
     return blocks.pack(codes, plan.counts), np.ldexp(steps.astype(np.float32), source.exponent).astype(BF16)
 
 
-def _stored(
+def stored(
     arrays: Mapping[str, np.ndarray], tokens: int
 ) -> Iterator[tuple[tuple[int, ...], UInt8[np.ndarray, "3"], UInt8[np.ndarray, "tokens bytes"], np.ndarray]]:
     """Place, blocks, packed codes and matrix of each stream."""

@@ -29,7 +29,7 @@ def render(results: Results, headline: str, more: Sequence[Table] = ()) -> str:
         *warning,
         *(f"## {table.title}\n\n{grid(table)}" for table in tables),
         *([f"## {agreement.title(results)}\n\n{listed(agreement.HEADS, stated)}"] if stated else []),
-        "Mean over scenes, 95 % interval in parentheses; best compressed method in bold.",
+        f"Mean over scenes, 95 % interval in parentheses; best compressed method in bold. {summary.unmeasured(results)}".rstrip(),
         f"`{source.command}`\n\n{source.date}, {source.platform}, {source.device}, {source.threads} threads; {versions}",
     ]
     return "\n\n".join(parts) + "\n"

@@ -83,6 +83,7 @@ def page(results: Results, gallery: Gallery, reels: Sequence[Reel], more: Sequen
         colours=drawing.colours(results),
         table=summary.main_table(results),
         details=[summary.detail_table(results, kind) for kind in results.experiment.kinds],
+        unmeasured=summary.unmeasured(results),
         more=more,
         stated=agreement.rows(results),
         stated_heads=agreement.HEADS,

@@ -113,6 +113,17 @@ def why(results: Results, kind: str, method: str, quantity: str) -> str:
     return metric.blank if any(quantity in cell.measurement.values for cell in cells) else metric.lacking
 
 
+def unmeasured(results: Results) -> str:
+    """Metrics of the experiment that no cell says anything of, each with its reason, as a sentence; empty if there is none."""
+    measured = {name for cell in results.cells for name in cell.measurement.values}
+    silent = [
+        f"{metric.name} ({metric.lacking})"
+        for metric in map(metrics.get, results.experiment.metrics)
+        if results.cells and not any(quantity.name in measured for quantity in metric.quantities)
+    ]
+    return f"Not measured: {', '.join(silent)}." if silent else ""
+
+
 def main_columns(results: Results) -> list[tuple[Quantity, str]]:
     """Quantities of the main table, each with the kind of episode that it is taken from."""
     kinds, known = results.experiment.kinds, quantities(results)

@@ -48,7 +48,8 @@ def text(results: Results, against: str | None = None, everything: bool = False)
     notes = ["n: scenes; seeds of a scene are averaged first."]
     if against is not None:
         notes.append("*: the interval of the difference over the same scenes leaves zero out.")
-    return "\n\n".join([*blocks, " ".join(notes)])
+    notes.append(summary.unmeasured(results))
+    return "\n\n".join([*blocks, " ".join(filter(None, notes))])
 
 
 def grid(table: Table) -> str:

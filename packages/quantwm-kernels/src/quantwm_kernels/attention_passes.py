@@ -74,7 +74,7 @@ class Pass:
     eight: bool
     aligned: bool
     launch: Launch
-    prepared: dict[tuple[bool, bool], dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
+    prepared: dict[tuple[bool, bool, bool], dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
 
 
 def passes(

@@ -81,6 +81,7 @@ LAUNCHES: Mapping[str, Launch] = {
     "pack_directions": Launch(blocks={"TILE": 16}),
     "attend": Launch(warps=8, blocks={"BLOCK_QUERIES": 128, "BLOCK_TOKENS": 32}, programs=1, least_tiles=16),
     "attend_wide": Launch(warps=8, blocks={"BLOCK_QUERIES": 64, "BLOCK_TOKENS": 16}, programs=1, least_tiles=32),
+    "attend_rotated": Launch(warps=8, blocks={"BLOCK_QUERIES": 64, "BLOCK_TOKENS": 32}, programs=1, least_tiles=16),
     "merge_attention": Launch(blocks={"BLOCK_QUERIES": 16}),
     "magnitude": Launch(warps=8, blocks={"TILE": 32}, programs=16),
     "frame": Launch(blocks={"ROWS": 32}),

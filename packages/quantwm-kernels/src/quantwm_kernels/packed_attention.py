@@ -16,6 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quantwm_core import attention as core
+from quantwm_core import rotated_queries
+from quantwm_core.chunk import SealedTensor as CoreTensor
 from quantwm_core.domain import BF16
 from quantwm_core.errors import DeviceError, DtypeError, ShapeError
 from quantwm_core.method import decode_tensor
@@ -24,6 +26,7 @@ from quantwm_kernels.bridge import check_detached, owned, to_numpy
 from quantwm_kernels.chunk import KINDS, SealedChunk, SealedTensor, described
 from quantwm_kernels.launch import LAUNCHES, MOST_ATTENDED_CHANNELS, Launch, processors
 from quantwm_kernels.reading import Piece, ReadPlan
+from quantwm_kernels.recipe import TRANSFORMS
 from quantwm_kernels.sealing import ACCEPTED
 
 Pair = tuple[Tensor, Tensor]
@@ -53,15 +56,25 @@ class Attended(NamedTuple):
 
 @torch.library.custom_op("quantwm::attend_packed", mutates_args=())
 def _attend(
-    queries: Tensor, arrays: Sequence[Tensor], plain: Sequence[Tensor], specification: str, scale: float
+    queries: Tensor,
+    arrays: Sequence[Tensor],
+    plain: Sequence[Tensor],
+    specification: str,
+    scale: float,
+    rotated: bool,
 ) -> tuple[Tensor, Tensor]:
     plan, exact = _restored(arrays, specification), _paired(plain)
-    return _on_cpu(queries, plan, exact, scale)
+    return _on_cpu(queries, plan, exact, scale, rotated=rotated)
 
 
 @_attend.register_kernel("cuda")
 def _(
-    queries: Tensor, arrays: Sequence[Tensor], plain: Sequence[Tensor], specification: str, scale: float
+    queries: Tensor,
+    arrays: Sequence[Tensor],
+    plain: Sequence[Tensor],
+    specification: str,
+    scale: float,
+    rotated: bool,
 ) -> tuple[Tensor, Tensor]:
     for tensor in arrays:
         check_detached(tensor, "sealed array")
@@ -70,14 +83,19 @@ def _(
     if known not in _tables and len(_tables) >= MOST_TABLES:
         _tables.clear()
     plan.tables = _tables.setdefault(known, {})
-    return run(queries, plan, exact, checked_sizes(queries, plan, exact), scale)
+    return run(queries, plan, exact, checked_sizes(queries, plan, exact), scale, rotated=rotated)
 
 
 @_attend.register_fake
 def _(
-    queries: Tensor, arrays: Sequence[Tensor], plain: Sequence[Tensor], specification: str, scale: float
+    queries: Tensor,
+    arrays: Sequence[Tensor],
+    plain: Sequence[Tensor],
+    specification: str,
+    scale: float,
+    rotated: bool,
 ) -> tuple[Tensor, Tensor]:
-    del scale
+    del scale, rotated
     sizes = _restored(arrays, specification).sizes
     channels = plain[1].shape[3] if sizes is None else sizes[3]
     batch, heads, count, _ = queries.shape
@@ -114,6 +132,7 @@ def attend_packed(
     exact: Sequence[Pair] = (),
     *,
     scale: float | None = None,
+    rotated: bool = False,
 ) -> Attended:
     """Attention, without a mask, to all tokens of a plan's pieces and of plain tensors.
 
@@ -126,6 +145,8 @@ def attend_packed(
             addresses are kept, so a CUDA graph can replay a call that came before with the same ``exact``.
         exact: Keys and values of plain tokens, BF16 ``[B, H, n, D]`` of any length.
         scale: Factor of the logits; ``1 / sqrt(D)`` by default.
+        rotated: Rotate queries into the basis of keys that are a transform code, instead of making these keys; see
+            :mod:`quantwm_core.rotated_queries`. Other keys are made in any case.
 
     Raises:
         ShapeError, DtypeError: The tensors do not fit each other, or there are none.
@@ -152,10 +173,10 @@ def attend_packed(
             for tensor in each.arrays.values()
         ]
         plain = [tensor for pair in exact for tensor in pair]
-        return Attended(*_attend(queries, sealed, plain, plan.specification, factor))
+        return Attended(*_attend(queries, sealed, plain, plan.specification, factor, rotated))
     if queries.is_cuda:
-        return run(queries, plan, exact, sizes, factor)
-    return _on_cpu(queries, plan, exact, factor)
+        return run(queries, plan, exact, sizes, factor, rotated=rotated)
+    return _on_cpu(queries, plan, exact, factor, rotated=rotated)
 
 
 def checked_sizes(queries: Tensor, plan: ReadPlan, exact: Sequence[Pair]) -> tuple[int, int, int, int]:
@@ -195,40 +216,45 @@ def checked_sizes(queries: Tensor, plan: ReadPlan, exact: Sequence[Pair]) -> tup
     return batch, heads, channels, value_channels
 
 
-def _on_cpu(queries: Tensor, plan: ReadPlan, exact: Sequence[Pair], scale: float) -> Attended:
+def _on_cpu(queries: Tensor, plan: ReadPlan, exact: Sequence[Pair], scale: float, *, rotated: bool = False) -> Attended:
     pieces = [(piece.chunk.to_core(), piece.start, piece.stop) for piece in plan.pieces]
-    keys, values = (
-        np.concatenate(
-            [decode_tensor(getattr(chunk, kind), start, stop) for chunk, start, stop in pieces]
-            + [to_numpy(pair[place], kind) for pair in exact],
-            axis=2,
-        )
-        for place, kind in enumerate(KINDS)
-    )
-    rounded = to_numpy(queries, "queries").astype(BF16).astype(np.float32)
-    result = output_like(queries, values.shape[3])
-    if keys.shape[2] == 0:
-        return Attended(result.zero_(), owned(np.full(rounded.shape[:3], -np.inf, np.float32)))
-    scaled = rounded * np.float32(scale * rounded.shape[3] ** 0.5)
-    result.copy_(owned(core.attend(scaled, keys, values)))
-    return Attended(result, owned(core.log_sum_exp(core.logits(scaled, keys))))
+    asked = to_numpy(queries, "queries").astype(BF16).astype(np.float32)
+    scaled = asked * np.float32(scale * asked.shape[3] ** 0.5)
+    scores = [_scores(scaled, chunk.keys, start, stop, rotated=rotated) for chunk, start, stop in pieces]
+    scores += [core.logits(scaled, to_numpy(keys, "keys")) for keys, _ in exact]
+    values = [decode_tensor(chunk.values, start, stop) for chunk, start, stop in pieces]
+    values += [to_numpy(each, "values") for _, each in exact]
+    joined, averaged = np.concatenate(scores, axis=3), np.concatenate(values, axis=2)
+    result = output_like(queries, averaged.shape[3])
+    if joined.shape[3] == 0:
+        return Attended(result.zero_(), owned(np.full(asked.shape[:3], -np.inf, np.float32)))
+    result.copy_(owned(core.averaged(core.softmax(joined), averaged)))
+    return Attended(result, owned(core.log_sum_exp(joined)))
+
+
+def _scores(queries: np.ndarray, keys: CoreTensor, start: int, stop: int, *, rotated: bool) -> np.ndarray:
+    """Logits of some tokens of a unit."""
+    if rotated and keys.method in TRANSFORMS:
+        return rotated_queries.logits(queries, keys.arrays, keys.shape, start, stop)
+    return core.logits(queries, decode_tensor(keys, start, stop))
 
 
 def run(
     queries: Tensor, plan: ReadPlan, exact: Sequence[Pair], sizes: tuple[int, int, int, int], scale: float,
-    launch: Launch | None = None,
+    launch: Launch | None = None, *, rotated: bool = False,
 ) -> Attended:  # fmt: skip
     """Launch attention over checked tensors, where they live."""
     from quantwm_kernels.triton import attention as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
 
     asked = _consecutive(queries.to(torch.bfloat16))
     plain = [(_consecutive(keys), _consecutive(values)) for keys, values in exact]
-    chosen = launch or LAUNCHES["attend" if max(sizes[2:]) <= WIDE_CHANNELS else "attend_wide"]
+    narrow = "attend_rotated" if rotated else "attend"
+    chosen = launch or LAUNCHES[narrow if max(sizes[2:]) <= WIDE_CHANNELS else "attend_wide"]
     rows = queries.shape[1] // sizes[1] * queries.shape[2]
     blocks = sizes[0] * sizes[1] * -(-rows // chosen.blocks["BLOCK_QUERIES"])
     wanted = max(1, chosen.programs * processors(queries.device) // max(blocks, 1))
     known = tuple((Plain.of(keys), Plain.of(values)) for keys, values in plain)
-    key = (known, wanted, queries.device, None if launch is None else repr(launch))
+    key = (known, wanted, queries.device, rotated, None if launch is None else repr(launch))
     found = plan.tables.get(key)
     if found is None:
         found = passes(plan.pieces, known, sizes[2:], wanted, queries.device, chosen)
@@ -237,7 +263,7 @@ def run(
         plan.tables[key] = found
     if queries.is_cuda and torch.cuda.is_current_stream_capturing():
         _captured.append(found)
-    return kernels.attend(found, asked, plain, sizes, scale)
+    return kernels.attend(found, asked, plain, sizes, scale, rotated=rotated)
 
 
 def _consecutive(tensor: Tensor) -> Tensor:

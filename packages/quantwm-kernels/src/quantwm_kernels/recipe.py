@@ -197,7 +197,9 @@ def describe(
     try:
         if method in TRANSFORMS:
             places, directions = _places(method, shape, arrays)
-            recipe = Recipe(Form.TRANSFORM, shape[3], _codes_together(arrays), rank=_padded(directions))
+            recipe = Recipe(
+                Form.TRANSFORM, shape[3], _codes_together(arrays["codes"], places), rank=_padded(directions)
+            )
         else:
             recipe = _recipe(methods.get(method, **parameters), shape[3], arrays)
         expected = _expected(recipe, shape, arrays)
@@ -357,10 +359,10 @@ def _places(method: str, shape: tuple[int, int, int, int], arrays: Mapping[str, 
     return tuple(words), most
 
 
-def _codes_together(arrays: Mapping[str, Tensor]) -> int:
+def _codes_together(codes: Tensor, places: tuple[int, ...]) -> int:
     """Directions whose codes never straddle a word: as many as it holds where tokens are whole words, or one."""
-    sizes = [token_bytes(own) for own in arrays["blocks"].cpu().view(-1, 3).tolist()]
-    whole = all(number % DIRECTIONS_PER_WORD == 0 for number in (arrays["codes"].data_ptr(), *sizes))
+    sizes = [token_bytes(places[end - 3 : end]) for end in range(len(Place), len(places) + 1, len(Place))]
+    whole = all(number % DIRECTIONS_PER_WORD == 0 for number in (codes.data_ptr(), *sizes))
     return DIRECTIONS_PER_WORD if whole else 1
 
 

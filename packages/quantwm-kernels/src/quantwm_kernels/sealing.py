@@ -10,6 +10,7 @@ caller's stream waits for it: what comes after on either of the two may overwrit
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -188,6 +189,16 @@ class PendingChunk:
         """
         keys, values = self._tensors.wait()
         return SealedChunk(keys, values, self._start)
+
+
+def forget_recordings() -> None:
+    """Give back the GPU memory that is kept to seal small units with one launch; the next of them are recorded anew.
+
+    >>> forget_recordings()
+    """
+    recorded = sys.modules.get("quantwm_kernels.triton.replay")
+    if recorded is not None:
+        recorded.RECORDINGS.clear()
 
 
 def _hand_over(sealed: Sequence[SealedTensor], begun: torch.cuda.Stream) -> None:

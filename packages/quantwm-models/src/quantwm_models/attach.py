@@ -10,6 +10,7 @@ from typing import Any, Self
 from quantwm_core.errors import ParameterError
 from quantwm_core.method import Scheme, scheme
 from quantwm_core.rotary import Turning
+from quantwm_kernels.sealing import forget_recordings
 from quantwm_models import adapters
 from quantwm_models.cache import LayerCache
 from quantwm_models.observer import CacheObserver
@@ -57,6 +58,7 @@ class Attachment:
         """Restore the host; calling it twice does no harm."""
         if self._undo is not None:
             undo, self._undo = self._undo, None
+            forget_recordings()
             undo()
 
     def report(self) -> CacheReport:

@@ -36,8 +36,8 @@ from quantwm_models.rotary import coming_moment, still_moment
 from quantwm_models.stopwatch import Stopwatch
 from quantwm_models.workspace import Segment, Workspace
 
-AttentionPath = Literal["auto", "packed", "decoded"]
-"""How :meth:`LayerCache.attend` attends: from the packed cache, after reading it, or as is faster."""
+AttentionPath = Literal["auto", "packed", "rotated", "decoded"]
+"""How :meth:`LayerCache.attend` attends: from the packed cache (in two ways), after reading it, or as is faster."""
 
 # Different ranges that a host reads in turn between two chunks.
 MOST_PLANS = 8
@@ -57,6 +57,7 @@ class LayerCache:
         offload: Keep sealed units in host memory, of which all layers share one; None keeps them where they are read.
         observers: See :class:`quantwm_models.observer.CacheObserver`.
         attention: How :meth:`attend` attends. ``"packed"`` reconstructs keys and values tile by tile and needs no workspace;
+            ``"rotated"`` likewise, but rotates queries into the basis of keys that are a transform code, which are never made;
             ``"decoded"`` reads them and calls torch's attention; ``"auto"`` takes what is faster.
         turning: How the host's positions turn queries, for schemes that look ahead (``frames_ahead``).
         parameters: Settings of the scheme when ``scheme`` is a name: ``rank=16``, ``values="bf16"``, ``decay=0.9``.
@@ -632,7 +633,7 @@ class LayerCache:
     def _attends_packed(self, queries: Tensor) -> bool:
         """Whether to attend from the packed cache; where queries are no BF16 or somebody looks on, only if told to."""
         if self.attention != "auto":
-            return self.attention == "packed"
+            return self.attention in ("packed", "rotated")
         if self.observers or self._geometry is None or not queries.is_cuda or queries.dtype is not torch.bfloat16:
             return False
         rows = queries[0, :, :, 0].numel() // self._geometry.heads
@@ -648,7 +649,8 @@ class LayerCache:
                 keys, values = (torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
                 exact = [(keys, values)]
             with self._staged(segments) as staged:
-                attended = attend_packed(queries, self._plan_of(segments, staged), exact)
+                plan, rotated = self._plan_of(segments, staged), self.attention == "rotated"
+                attended = attend_packed(queries, plan, exact, rotated=rotated)
         self.observe(queries)
         if self.observers:
             self.tell_attended(queries, *self.read(start, stop), start, stop)

@@ -23,7 +23,8 @@ from quantwm_kernels.triton.clustered import FOUR_BITS, halves_at
 from quantwm_kernels.triton.domain import MATRIX_DTYPE, to_bf16
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.reading import constants
-from quantwm_kernels.triton.tile import opened, reconstructed
+from quantwm_kernels.triton.tile import TRANSFORM, opened, reconstructed
+from quantwm_kernels.triton.transform import MOST_KEPT, laid_out, levels, packed_codes, rotated_queries
 
 TOKENS: tl.constexpr = tl.constexpr(int(Field.TOKENS))
 # Words of the table that lead a program, and words of an entry; see Leading.
@@ -53,9 +54,12 @@ def exact_tile(
 
 
 @triton.jit
-def folded(queries, keys, values, exists, scale, peak, total, output):
-    """Fold a tile into the online softmax: largest logit so far (to base 2), sum of powers, sum of weighted values."""
-    logits = tl.dot(queries, tl.trans(keys.to(MATRIX_DTYPE)), input_precision="ieee") * scale
+def folded(queries, keys, lift, values, exists, scale, peak, total, output):
+    """Fold a tile into the online softmax: largest logit so far (to base 2), sum of powers, sum of weighted values.
+
+    ``lift`` is added to a query's products with its keys.
+    """
+    logits = (tl.dot(queries, tl.trans(keys.to(MATRIX_DTYPE)), input_precision="ieee") + lift[:, None]) * scale
     logits = tl.where(exists[None, :], logits, float("-inf"))
     higher = tl.maximum(peak, tl.max(logits, axis=1))
     powers = tl.exp2(logits - higher[:, None])
@@ -68,14 +72,16 @@ def folded(queries, keys, values, exists, scale, peak, total, output):
 
 @triton.jit
 def folded_unit(
-    table, entry, stream, asked, scale, four, peak, total, output,
+    table, entry, stream, asked, nothing, scale, four, peak, total, output, ROTATES: tl.constexpr,
     KEY_FORM: tl.constexpr, KEY_CHANNELS: tl.constexpr, KEY_GROUP: tl.constexpr, KEY_STAGES: tl.constexpr,
     KEY_TABLE_BITS: tl.constexpr, KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
     VALUE_FORM: tl.constexpr, VALUE_CHANNELS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_STAGES: tl.constexpr,
     VALUE_TABLE_BITS: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
-    LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Fold the tokens of an entry of a sealed unit into the online softmax."""
+    """Fold the tokens of an entry of a sealed unit into the online softmax; ``nothing`` is FP32 zeros, one a query row."""
+    rotates: tl.constexpr = ROTATES and KEY_FORM == TRANSFORM and KEY_RANK * KEY_WORDS * LANES <= MOST_KEPT
+    width: tl.constexpr = KEY_RANK if rotates else KEY_WORDS * LANES
     local = tl.arange(0, BLOCK_TOKENS)
     key_row, value_row = table + tl.load(table + entry), table + tl.load(table + entry + 1)
     tokens, stop = tl.load(key_row + TOKENS), tl.load(table + entry + 3)
@@ -93,33 +99,44 @@ def folded_unit(
         value_row, stream, tokens, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_TABLE_BITS,
         VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES,
     )  # fmt: skip
+    lift = nothing
+    address, size, byte, bits = tokens, 0, local, local
+    if rotates:
+        asked, lift = rotated_queries(
+            key_row, stream, asked, KEY_CHANNELS, KEY_RANK, KEY_WORDS * LANES, ALIGNED, BLOCK_QUERIES
+        )
+        address, size, byte, bits = laid_out(key_row, stream, 0, KEY_RANK)
     for first in range(tl.load(table + entry + 2), stop, BLOCK_TOKENS):
         # A lane without a token repeats the last one, so that all it computes is finite.
         inside = tl.minimum(local, (stop - first - 1).to(tl.int32))
-        keys = tl.zeros((BLOCK_TOKENS, KEY_WORDS * LANES), tl.bfloat16)
+        keys = tl.zeros((BLOCK_TOKENS, width), tl.bfloat16)
         values = tl.zeros((BLOCK_TOKENS, VALUE_WORDS * LANES), tl.bfloat16)
         # Always so. Triton looks through what is not conditional, finds the narrow type that was loaded, and arranges the
         # matrix operands as suits that: by more rows than a tile has, with wrong products.
         if first < stop:
-            keys = reconstructed(
-                key_row, stream, tokens, k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,
-                k_compensated, k_kept, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size, four, first, inside,
-                KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_TABLE_BITS, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED,
-                BLOCK_TOKENS,
-            )  # fmt: skip
+            if rotates:
+                packed = packed_codes(address, size, byte, bits, first, inside, inside >= 0, KEY_GROUP)
+                keys = levels(packed, bits, BLOCK_TOKENS, KEY_RANK).to(tl.bfloat16)
+            else:
+                keys = reconstructed(
+                    key_row, stream, tokens, k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,
+                    k_compensated, k_kept, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size, four, first, inside,
+                    KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_TABLE_BITS, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED,
+                    BLOCK_TOKENS,
+                )  # fmt: skip
             values = reconstructed(
                 value_row, stream, tokens, v_codes, v_scales, v_zeros, v_super, v_index, v_table, v_last,
                 v_compensated, v_kept, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size, four, first, inside,
                 VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_TABLE_BITS, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES,
                 ALIGNED, BLOCK_TOKENS,
             )  # fmt: skip
-        peak, total, output = folded(asked, keys, values, local < stop - first, scale, peak, total, output)
+        peak, total, output = folded(asked, keys, lift, values, local < stop - first, scale, peak, total, output)
     return peak, total, output
 
 
 @triton.jit
 def folded_plain(
-    table, entry, batch, head, asked, scale, peak, total, output, KEY_CHANNELS: tl.constexpr, KEY_WIDE: tl.constexpr,
+    table, entry, batch, head, asked, nothing, scale, peak, total, output, KEY_CHANNELS: tl.constexpr, KEY_WIDE: tl.constexpr,
     VALUE_CHANNELS: tl.constexpr, VALUE_WIDE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Fold the tokens of an entry of plain tensors into the online softmax."""
@@ -130,7 +147,7 @@ def folded_plain(
         inside = tl.minimum(local, (stop - first - 1).to(tl.int32))
         keys = exact_tile(key_row, batch, head, first, inside, KEY_CHANNELS, KEY_WIDE, ALIGNED)
         values = exact_tile(value_row, batch, head, first, inside, VALUE_CHANNELS, VALUE_WIDE, ALIGNED)
-        peak, total, output = folded(asked, keys, values, local < stop - first, scale, peak, total, output)
+        peak, total, output = folded(asked, keys, nothing, values, local < stop - first, scale, peak, total, output)
     return peak, total, output
 
 
@@ -169,7 +186,7 @@ def attend_kernel(
     KEY_TABLE_BITS: tl.constexpr, KEY_RANK: tl.constexpr, KEY_SPARSE: tl.constexpr, KEY_WORDS: tl.constexpr,
     VALUE_FORM: tl.constexpr, VALUE_CHANNELS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_STAGES: tl.constexpr,
     VALUE_TABLE_BITS: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_SPARSE: tl.constexpr, VALUE_WORDS: tl.constexpr,
-    LANES: tl.constexpr, ALIGNED: tl.constexpr, PLAIN_ALIGNED: tl.constexpr, DIVIDED: tl.constexpr,
+    LANES: tl.constexpr, ALIGNED: tl.constexpr, PLAIN_ALIGNED: tl.constexpr, DIVIDED: tl.constexpr, ROTATES: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Programs along the first axis take rows of queries, along the second streams, along the third tokens."""
@@ -183,17 +200,18 @@ def attend_kernel(
     asked = tl.load(addresses, mask=known, other=0.0).to(MATRIX_DTYPE)
     peak = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_QUERIES,), tl.float32)
+    nothing = tl.zeros((BLOCK_QUERIES,), tl.float32)
     output = tl.zeros((BLOCK_QUERIES, VALUE_WORDS * LANES), tl.float32)
     lead = table + part * HEAD_WORDS
     for entry in range(tl.load(lead + SEALED_BEGIN), tl.load(lead + SEALED_END), ENTRY_WORDS):
         peak, total, output = folded_unit(
-            table, entry, stream, asked, scale, four, peak, total, output, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES,
+            table, entry, stream, asked, nothing, scale, four, peak, total, output, ROTATES, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES,
             KEY_TABLE_BITS, KEY_RANK, KEY_SPARSE, KEY_WORDS, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES,
-            VALUE_TABLE_BITS, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES, ALIGNED, BLOCK_TOKENS,
+            VALUE_TABLE_BITS, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES, ALIGNED, BLOCK_QUERIES, BLOCK_TOKENS,
         )  # fmt: skip
     for entry in range(tl.load(lead + EXACT_BEGIN), tl.load(lead + EXACT_END), ENTRY_WORDS):
         peak, total, output = folded_plain(
-            table, entry, batch, head, asked, scale, peak, total, output, KEY_CHANNELS, KEY_WORDS * LANES,
+            table, entry, batch, head, asked, nothing, scale, peak, total, output, KEY_CHANNELS, KEY_WORDS * LANES,
             VALUE_CHANNELS, VALUE_WORDS * LANES, PLAIN_ALIGNED, BLOCK_TOKENS,
         )  # fmt: skip
     if DIVIDED:
@@ -260,7 +278,13 @@ def merge_kernel(
 
 
 def attend(
-    passes: Sequence[Pass], queries: Tensor, plain: Sequence[Pair], sizes: tuple[int, int, int, int], scale: float
+    passes: Sequence[Pass],
+    queries: Tensor,
+    plain: Sequence[Pair],
+    sizes: tuple[int, int, int, int],
+    scale: float,
+    *,
+    rotated: bool = False,
 ) -> Attended:
     """Launch passes, and join what they and their parts leave.
 
@@ -270,6 +294,7 @@ def attend(
         plain: Plain keys and values with consecutive channels.
         sizes: ``(B, H, D of keys, D of values)``.
         scale: Factor of the logits.
+        rotated: Whether queries are rotated into the basis of keys that are a transform code.
 
     Raises:
         DeviceError: No kernel runs where the tensors live.
@@ -292,7 +317,8 @@ def attend(
     slot = 0
     with on_device(queries, "queries"):
         for each in passes:
-            fixed = _fixed(each, plain_aligned=not (numbers | sizes[2] | channels) % 8, divided=parts > 1)
+            plain_aligned = not (numbers | sizes[2] | channels) % 8
+            fixed = _fixed(each, plain_aligned=plain_aligned, divided=parts > 1, rotated=rotated)
             blocks = ceil_div(rows, each.launch.blocks["BLOCK_QUERIES"])
             attend_kernel[blocks, batch * heads, each.parts](
                 each.table, queries, target, log_sum, peaks, totals, slot, heads, rows, count, scale * LOG2_E, FOUR_BITS,
@@ -308,14 +334,14 @@ def attend(
     return Attended(output, log_sum)
 
 
-def _fixed(each: Pass, *, plain_aligned: bool, divided: bool) -> dict[str, int]:
+def _fixed(each: Pass, *, plain_aligned: bool, divided: bool, rotated: bool) -> dict[str, int]:
     """Compile-time arguments of a pass."""
-    key = (plain_aligned, divided)
+    key = (plain_aligned, divided, rotated)
     if key not in each.prepared:
         lanes = 8 if each.eight and each.aligned else 4
         aligned = each.aligned and not (each.keys.channels | each.values.channels) % lanes
         each.prepared[key] = {
             **constants("KEY", each.keys, lanes), **constants("VALUE", each.values, lanes), "LANES": lanes,
-            "ALIGNED": aligned, "PLAIN_ALIGNED": plain_aligned, "DIVIDED": divided, **each.launch.options,
+            "ALIGNED": aligned, "PLAIN_ALIGNED": plain_aligned, "DIVIDED": divided, "ROTATES": rotated, **each.launch.options,
         }  # fmt: skip
     return each.prepared[key]

@@ -171,13 +171,13 @@ def prepare(frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool) 
 def rank(frame: Frame, first_ranks: int, second_ranks: int) -> Tensor:
     """Indices of the nearest stored centroids, uint8 ``[S, N, ranks]``; ranks beyond a tensor's own are not written."""
     layer, launch = frame.layer, _table_launch("rank_centroids", frame, tables=2)
-    ranks = max(first_ranks, second_ranks)
-    found = layer.empty(layer.tokens, ranks, dtype=torch.uint8)
+    most = max(first_ranks, second_ranks)
+    found = layer.empty(layer.tokens, most, dtype=torch.uint8)
     per_piece, pieces = layer.split(launch)
     wide = padded(layer.channels)
     nearest_kernel[layer.streams, pieces](
         *layer.source, frame.offset, frame.exponent, frame.high, frame.low, frame.bias, found, layer.tokens,
-        frame.centroids, per_piece, first_ranks, second_ranks, ranks, layer.channels, wide, padded(frame.centroids),
+        frame.centroids, per_piece, first_ranks, second_ranks, most, layer.channels, wide, padded(frame.centroids),
         **launch.options,
     )  # fmt: skip
     return found

@@ -32,6 +32,7 @@ from quantwm_kernels.triton.tile import (
 from quantwm_kernels.triton.transform import (
     MOST_KEPT,
     coordinates,
+    in_columns,
     laid_out,
     levels,
     matrix_rows,
@@ -107,7 +108,8 @@ def read_products(
     kept, ahead, byte, width = local, local, local, local
     address, size = begin, 0
     if keeps:
-        kept = matrix_rows(row, stream, 0, FORM, CHANNELS, RANK, WIDE, LANES, ALIGNED)
+        matrix = matrix_rows(row, stream, 0, FORM, CHANNELS, RANK, WIDE, ALIGNED)
+        kept = in_columns(matrix, RANK, WIDE, LANES)
     if keeps and FORM == TRANSFORM:
         address, size, byte, width = laid_out(row, stream, 0, RANK)
         ahead = packed_codes(address, size, byte, width, begin, local, local < stop - begin, GROUP)

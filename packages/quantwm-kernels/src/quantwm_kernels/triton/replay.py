@@ -6,21 +6,41 @@ little beside tens of launches as long as the tensors are small.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
 
 MOST_NBYTES = 64 << 20
-"""Bytes of a call's tensors from which on the device takes longer than the host, and copies would cost memory."""
+"""Bytes of a call's tensors from which on it is not recorded: the device takes about as long as the host then."""
 
-MOST_RECORDINGS = 4
-"""Recordings that are kept, those that were used last."""
+MOST_KEPT_NBYTES = 256 << 20
+"""Bytes of tensors that recordings of a device keep copies of."""
+
+MOST_SEEN = 64
+"""Calls that are remembered, recorded or not."""
 
 Made = Sequence[Mapping[str, Tensor]]
 Call = Callable[[Sequence[Tensor]], Made]
+
+
+@dataclass
+class Kept:
+    """What the recordings of a device share.
+
+    Attributes:
+        pool: Memory for what is there during a replay only.
+        nbytes: Bytes of inputs of all recordings.
+        last: Where the last replay had been copied out.
+    """
+
+    pool: Any
+    nbytes: int = 0
+    last: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
 class Recording:
@@ -29,11 +49,13 @@ class Recording:
     Args:
         call: Launches kernels, and waits for nothing.
         inputs: Tensors like those that it will be given.
+        kept: Of their device.
     """
 
-    def __init__(self, call: Call, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, call: Call, inputs: Sequence[Tensor], kept: Kept) -> None:
         device = inputs[0].device
-        with torch.inference_mode(False), torch.no_grad():
+        self._kept = kept
+        with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
             self._inputs = [torch.empty_like(each).copy_(each) for each in inputs]
             beside = torch.cuda.Stream(device)
             beside.wait_stream(torch.cuda.current_stream(device))
@@ -41,20 +63,18 @@ class Recording:
                 call(self._inputs)
             torch.cuda.current_stream(device).wait_stream(beside)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, kept.pool, beside, capture_error_mode="thread_local"):
                 self._made = call(self._inputs)
-        self._copied = torch.cuda.Event()
-        self._copied.record(torch.cuda.current_stream(device))
 
     def replay(self, inputs: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         """What the call makes of other tensors, in memory of its own."""
         stream = torch.cuda.current_stream(self._inputs[0].device)
-        stream.wait_event(self._copied)  # of a replay on another stream
+        stream.wait_event(self._kept.last)  # of a replay on another stream
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given)
         self._graph.replay()
         made = [{name: tensor.clone() for name, tensor in each.items()} for each in self._made]
-        self._copied.record(stream)
+        self._kept.last.record(stream)
         return made
 
 
@@ -62,49 +82,62 @@ class Recordings:
     """Recordings of calls that came before, by what they depend on."""
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[Hashable, Recording | None] = OrderedDict()
+        self._seen: dict[Hashable, Recording | None] = {}
+        self._kept: dict[torch.device, Kept] = {}
         self._lock = Lock()
 
     def run(self, key: Hashable, call: Call, inputs: Sequence[Tensor]) -> Made:
-        """``call(inputs)``; from the second time on it is replayed.
+        """``call(inputs)``; from the second time on it is replayed, as long as there is room to record it.
+
+        Recording waits for the device, once. Where its memory does not suffice for a recording, the call is made.
 
         Args:
             key: What, beside the layout of ``inputs``, decides about the launches.
             call: As in :class:`Recording`.
             inputs: All tensors that it reads, on one CUDA device.
         """
-        layouts = tuple((each.shape, each.stride(), each.dtype, each.data_ptr() % 16) for each in inputs)
-        known = (key, inputs[0].device, layouts)
+        known = (key, inputs[0].device, tuple((each.shape, each.stride(), each.dtype) for each in inputs))
         with self._lock:
             if known not in self._seen:
-                self._seen[known] = None
-                self._forget()
+                if len(self._seen) < MOST_SEEN:
+                    self._seen[known] = None
                 return call(inputs)
-            recording = self._seen[known]
-            if recording is None:
-                recording = self._seen[known] = Recording(call, inputs)
-            self._seen.move_to_end(known)
-            self._forget()
-            return recording.replay(inputs)
+            recording = self._seen[known] or self._recorded(call, inputs)
+            self._seen[known] = recording
+            return call(inputs) if recording is None else recording.replay(inputs)
 
     def clear(self) -> None:
         """Give the memory back."""
         with self._lock:
             self._seen.clear()
+            self._kept.clear()
 
-    def _forget(self) -> None:
-        """Keep the last of those that were recorded, and of those that were seen once."""
-        for recorded in (True, False):
-            alike = [each for each, recording in self._seen.items() if (recording is not None) is recorded]
-            for each in alike[:-MOST_RECORDINGS]:
-                del self._seen[each]
+    def _recorded(self, call: Call, inputs: Sequence[Tensor]) -> Recording | None:
+        """A recording, if there is room for it."""
+        device = inputs[0].device
+        if device not in self._kept:
+            self._kept[device] = Kept(torch.cuda.graph_pool_handle())
+        kept, size = self._kept[device], nbytes_of(inputs)
+        if kept.nbytes + size > MOST_KEPT_NBYTES:
+            return None
+        try:
+            made = Recording(call, inputs, kept)
+        except torch.OutOfMemoryError:
+            return None
+        kept.nbytes += size
+        return made
 
 
 RECORDINGS = Recordings()
 
 
+def nbytes_of(inputs: Sequence[Tensor]) -> int:
+    """Bytes of the elements of tensors."""
+    return sum(each.nbytes for each in inputs)
+
+
 def pays(inputs: Sequence[Tensor]) -> bool:
-    """Whether a call should be replayed: on a GPU, small, and not itself being recorded."""
+    """Whether a call should be replayed: on a GPU, small, not itself being recorded, and where PyTorch manages memory."""
     if not all(each.is_cuda for each in inputs) or torch.cuda.is_current_stream_capturing():
         return False
-    return sum(each.nbytes for each in inputs) < MOST_NBYTES
+    return nbytes_of(inputs) < MOST_NBYTES and not os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")

@@ -9,6 +9,10 @@ what is stored of it, ``S`` streams of ``N`` tokens need while they are sealed, 
     S N (m + 1)                 m candidates of every token, and the nearest of a round
     2 S N r + 2 S r N / tile    FP32 coefficients of the keys, half of the streams, and their peaks
 
+A unit below 64 MiB is sealed by replaying what was recorded when one like it was sealed the second time
+(:mod:`quantwm_kernels.triton.replay`): one launch for the host. The recordings of a device keep copies of at most 256 MiB of
+units, what is stored of them, and one workspace, until :func:`quantwm_kernels.sealing.forget_recordings`.
+
 A transform code, and a rotation, are launched when the unit is waited for (:mod:`quantwm_kernels.triton.transform_sealing`).
 """
 
@@ -243,8 +247,8 @@ def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) 
     rows = _rows(method, tokens)
     frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None, status[Status.MAGNITUDE])
     coded = codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations, method.centroid_bits)
-    ranks = min(method.candidates, rows) if keys else 1
-    index, largest = qsac.choose_layer(frame, codebook.rank(frame, ranks, 1), group, weights, ranks, 1)
+    candidates = min(method.candidates, rows) if keys else 1
+    index, largest = qsac.choose_layer(frame, codebook.rank(frame, candidates, 1), group, weights, candidates, 1)
     along = None if directions is None else Projection.onto(directions.matrix(), tokens)
     fed_back = None
     if known is not None and method.rounding == "feedback":
@@ -291,9 +295,13 @@ class _Directions:
         return self._matrix
 
 
-@cache
 def _beside(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which directions are found."""
+    """The stream on which directions are found; one of its own while launches are recorded, which nobody else may use."""
+    return torch.cuda.Stream(device) if torch.cuda.is_current_stream_capturing() else _usual_beside(device)
+
+
+@cache
+def _usual_beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 

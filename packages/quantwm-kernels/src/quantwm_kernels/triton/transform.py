@@ -62,7 +62,7 @@ def directions_at(row, stream, WORD: tl.constexpr):
 
 @triton.jit
 def transform_rows(row, stream, direction):
-    """Rows of the basis of the directions that get bits, and what each is multiplied by; beyond them 0."""
+    """Which directions get bits, what their rows of the basis are multiplied by, and where these are."""
     known = direction < directions_at(row, stream, EIGHT) + directions_at(row, stream, FOUR) + directions_at(
         row, stream, TWO
     )
@@ -72,7 +72,7 @@ def transform_rows(row, stream, direction):
     own = place(row, stream, BASIS_ROW) + tl.minimum(own, place(row, stream, BASIS_ROWS) - 1)
     step = wide(tl.load(halves_at(tl.load(row + STEPS), begin) + direction, mask=known, other=0))
     scale = wide(tl.load(halves_at(tl.load(row + SHARED_BASIS_SCALES), 0) + own, mask=known, other=0))
-    return step * scale, own
+    return known, step * scale, own
 
 
 @triton.jit
@@ -81,31 +81,33 @@ def rotation_rows(row, stream, direction, CHANNELS: tl.constexpr):
     known = direction < CHANNELS
     begin = stream * CHANNELS
     scale = wide(tl.load(halves_at(tl.load(row + SHARED_BASIS_SCALES), begin) + direction, mask=known, other=0))
-    return scale, begin + tl.minimum(direction, CHANNELS - 1)
+    return known, scale, begin + direction
 
 
 @triton.jit
 def matrix_rows(
     row, stream, begin, FORM: tl.constexpr, CHANNELS: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr,
-    LANES: tl.constexpr, ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Matrix operand ``[COUNT, WIDE]`` of the directions from ``begin``, zero beyond the last.
-
-    Read in the order of the channels and then put in that of :func:`quantwm_kernels.triton.compensation.channel_of`.
-    """
+    """Matrix operand ``[COUNT, WIDE]`` of the directions from ``begin``, zero beyond the last, channels in their order."""
     direction = begin + tl.arange(0, COUNT)
     if FORM == TRANSFORM:
-        factor, own = transform_rows(row, stream, direction)
+        known, factor, own = transform_rows(row, stream, direction)
     else:
-        factor, own = rotation_rows(row, stream, direction, CHANNELS)
+        known, factor, own = rotation_rows(row, stream, direction, CHANNELS)
     channel = tl.arange(0, WIDE)
     addresses = bytes_at(tl.load(row + SHARED_BASIS), 0) + (own[:, None] * CHANNELS + channel[None, :])
     if ALIGNED:
         # Rows begin where their length allows, all of them where the longest load may.
         addresses = tl.multiple_of(addresses, (1, 8 if CHANNELS % 16 else 16))
-    entry = tl.load(addresses, mask=(channel < CHANNELS)[None, :], other=0).to(tl.int32)
+    entry = tl.load(addresses, mask=known[:, None] & (channel < CHANNELS)[None, :], other=0).to(tl.int32)
     signed = ((entry ^ 128) | LARGE_INTEGER).to(tl.float32, bitcast=True) - (LARGE + 128.0)
-    matrix = to_bf16(factor[:, None] * signed).to(MATRIX_DTYPE)
+    return to_bf16(factor[:, None] * signed).to(MATRIX_DTYPE)
+
+
+@triton.jit
+def in_columns(matrix, COUNT: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr):
+    """Channels of a matrix put in the order of :func:`quantwm_kernels.triton.compensation.channel_of`."""
     words = tl.reshape(matrix, (COUNT, WIDE // (WORDS_PER_PART * LANES), WORDS_PER_PART, LANES // 2, 2))
     return tl.reshape(tl.permute(words, (0, 1, 3, 2, 4)), (COUNT, WIDE))
 
@@ -222,8 +224,8 @@ def transformed(
         number = numbers(
             row, stream, tokens, first, local, exists, begin, FORM, CHANNELS, GROUP, COUNT, BLOCK_TOKENS
         )  # fmt: skip
-        matrix = matrix_rows(row, stream, begin, FORM, CHANNELS, COUNT, WIDE, LANES, ALIGNED)
-        total = product(number, matrix, total)
+        matrix = matrix_rows(row, stream, begin, FORM, CHANNELS, COUNT, WIDE, ALIGNED)
+        total = product(number, in_columns(matrix, COUNT, WIDE, LANES), total)
     return total
 
 
@@ -237,6 +239,20 @@ def means_of(row, stream, FORM: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.c
     else:
         mean = tl.full((WIDE,), -0.0, tl.float32)  # adding this changes no bit
     return mean
+
+
+@triton.jit
+def rotated_queries(
+    row, stream, asked, CHANNELS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Matrix operand ``[ROWS, RANK]`` of queries in the basis of a stream, and FP32 ``[ROWS]``: what its mean adds to logits."""
+    matrix = matrix_rows(row, stream, 0, TRANSFORM, CHANNELS, RANK, WIDE, ALIGNED)
+    rotated = product(asked, tl.trans(matrix), tl.zeros((ROWS, RANK), tl.float32))
+    channel = tl.arange(0, WIDE)
+    means = halves_at(tl.load(row + MEANS), stream * CHANNELS)
+    mean = wide(tl.load(means + channel, mask=channel < CHANNELS, other=0))
+    return to_bf16(rotated).to(MATRIX_DTYPE), tl.sum(asked.to(tl.float32) * mean[None, :], axis=1)
 
 
 @triton.jit
