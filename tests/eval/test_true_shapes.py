@@ -82,12 +82,12 @@ def test_two_encodings_of_one_are_half_the_bytes() -> None:
     assert "stored once" in table.title(once[1])
 
 
-@pytest.mark.parametrize("name", shape.names())
-def test_the_peak_is_the_byte_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "once"), [*((name, False) for name in shape.names()), ("hy_world", True)])
+def test_the_peak_is_the_byte_models(name: str, once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     small = shape.tiny
     monkeypatch.setattr(measure, "tiny", lambda each: replace(small(each), layers=4))
     monkeypatch.setattr(measure, "DeviceMemory", LiveMemory)
-    plan = Plan(name, tiny=True, steps=1, frames=69)
+    plan = Plan(name, tiny=True, steps=1, frames=69, once=once)
     _, ours, _ = run(plan, [MethodChoice.parse(QUICK)], lambda _: None)
     # A history that is dense in more than one layer would add a twentieth for each, and more.
     assert ours["peak_nbytes"] == pytest.approx(ours["model_nbytes"], rel=0.05)

@@ -259,18 +259,22 @@ def _note(
     return now
 
 
-def modelled(measured: Measured, beside: int) -> int:
+def modelled(measured: Measured, beside: int, *, once: bool = False) -> int:
     """Peak by the byte model: what was there, a pass of one layer, what the cache holds, and what its reads share.
 
     Args:
         measured: Under a compressed cache.
         beside: Bytes of a pass beside weights and cache.
+        once: Whether a read derives two encodings from what is stored, a unit: keys and values of twice the channels each.
 
-    >>> modelled(Measured("quantwm", held_nbytes=3, workspace_nbytes=2, before_nbytes=40), 5)
+    >>> modelled(Measured("quantwm", held_nbytes=3, workspace_nbytes=2, before_nbytes=40, unit_nbytes=2), 5)
     50
+    >>> modelled(Measured("quantwm", held_nbytes=3, workspace_nbytes=2, before_nbytes=40, unit_nbytes=2), 5, once=True)
+    54
     """
     cache = measured.held_nbytes + measured.workspace_nbytes + measured.staging_nbytes
-    return measured.before_nbytes + beside + cache
+    derived = 2 * measured.unit_nbytes if once else 0
+    return measured.before_nbytes + beside + cache + derived
 
 
 def _line(plan: Plan, stack: Stack, measured: Measured, beside: int) -> dict[str, Any]:
@@ -292,6 +296,6 @@ def _line(plan: Plan, stack: Stack, measured: Measured, beside: int) -> dict[str
         "tokens": stack.cached * stack.frame_tokens,
         "weight_nbytes": stack.weight_nbytes,
         "beside_nbytes": beside,
-        "model_nbytes": modelled(measured, beside),
+        "model_nbytes": modelled(measured, beside, once=plan.once),
         **asdict(measured),
     }
