@@ -282,8 +282,8 @@ MAX_AREA_CONFIGS = {"480*832": 480 * 832, "720*1280": 720 * 1280}
 
 
 def handing_on(*names: str) -> str:
-    """A module that has names from here."""
-    return f"from tests.eval.fake_hosts import {', '.join(names)}\n"
+    """A module that has names from here, and says something as it is imported."""
+    return f"from tests.eval.fake_hosts import {', '.join(names)}\nprint('a host that talks')\n"
 
 
 FILES: dict[str, dict[str, str]] = {

@@ -3,8 +3,10 @@
 import os
 import random
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,11 @@ from quantwm_core.errors import FormatError, ParameterError, QuantWMError
 from quantwm_core.method import scheme
 from quantwm_eval import cli, hosts, results
 from quantwm_eval.checkout_host import CheckoutHost
+from quantwm_eval.footage import Footage
 from quantwm_eval.hosts import Setup
+from quantwm_eval.hosts.hy_world import alone
+from quantwm_eval.hosts.longcat_video import GIVEN, LongCatVideoHost
+from quantwm_eval.suite import Scene
 from tests.eval import fake_hosts
 
 HOSTS = tuple(fake_hosts.FILES)
@@ -141,19 +147,29 @@ LACKING: dict[str, list[tuple[str, str | None, type[QuantWMError], str]]] = {
         ("00/intrinsics.npy", None, ParameterError, "needs intrinsics there"),
         ("00/poses.npy", "3", ParameterError, r"got shape \(3, 4, 4\), need \[61 or more, 4, 4\]"),
         ("00/poses.npy", "text", FormatError, "no array that can be read"),
+        ("00/poses.npy", "archive", FormatError, "no array that can be read"),
+        ("00/poses.npy", "torn", FormatError, "no array that can be read"),
+        ("00/intrinsics.npy", "3", ParameterError, r"got shape \(3, 4, 4\), need \[1 or more, 4\]"),
     ],
     "matrix_game": [
         ("0000.npz", "text", FormatError, "no .npz of keyboard, mouse"),
+        ("0000.npz", "torn", FormatError, "no .npz of keyboard, mouse"),
+        ("0000.npz", "array", FormatError, "no .npz of keyboard, mouse: it is a single array"),
         ("0000.npz", "3", FormatError, r"keyboard has shape \(3, 4\), need \[33 or more, 4\]"),
     ],
     "hy_world": [
         ("00/prompt.txt", None, ParameterError, "needs a prompt"),
         ("00/pose.txt", "w-2", ParameterError, "3 cameras; 29 frames are 8 latent frames"),
         ("00/pose.txt", "forward", FormatError, "no camera path of the host"),
+        ("00/pose.json", "[1, 2]", FormatError, "no camera path of the host: need an object, .* got list"),
+        ("00/pose.json", "{", FormatError, "no camera path of the host"),
+        ("00/pose.json", '{"0": {}}', ParameterError, "1 cameras; 29 frames are 8 latent frames"),
     ],
     "longcat_video": [
         ("00/prompt.txt", None, ParameterError, "needs a prompt"),
         ("00/video/0.png", "picture", ParameterError, "has 1 frames, a segment is given 73"),
+        ("00/video/0/0.png", "picture", ParameterError, "has 1 frames, a segment is given 73"),
+        ("00/video/1.mp4", "beside 0.mp4", FormatError, "holds 2 videos, 0, 1; keep the one to be continued"),
     ],
 }
 
@@ -164,7 +180,7 @@ def test_a_scene_that_lacks_something_is_named(setup: Setup, tmp_path: Path) -> 
     name = setup.checkout.name
     for number, (file, content, error, message) in enumerate(LACKING[name]):
         path = shutil.copytree(setup.inputs, tmp_path / str(number)) / file
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         put(path, content)
         with pytest.raises(error, match=message) as raised:
             loaded(setup, inputs=tmp_path / str(number)).check((0, 1), ENOUGH[name], 0)
@@ -172,9 +188,20 @@ def test_a_scene_that_lacks_something_is_named(setup: Setup, tmp_path: Path) -> 
 
 
 def put(path: Path, content: str | None) -> None:
-    """Put something else where a scene's file is: nothing, a picture, an array of so many frames, or words."""
+    """Put something else where a scene's file is: nothing, a picture, an array of so many frames, another file, or words."""
     if content is None:
         path.unlink()
+    elif content == "array":
+        with path.open("wb") as file:
+            np.save(file, np.zeros((40, 4)))
+    elif content == "archive":
+        with path.open("wb") as file:
+            np.savez(file, keyboard=np.zeros((40, 4)), mouse=np.zeros((40, 2)))
+    elif content == "torn":
+        path.write_bytes(b"PK\x03\x04 and nothing more")
+    elif content.startswith("beside "):
+        for each in (path, path.with_name(content.removeprefix("beside "))):
+            each.write_bytes(b"")
     elif content == "picture":
         PIL.Image.new("RGB", (32, 32), (200, 100, 50)).save(path)
     elif not content.isdigit():
@@ -223,3 +250,37 @@ def test_a_device_and_a_mode_that_a_host_has_not(monkeypatch: pytest.MonkeyPatch
             loaded(setup, config=config)
         with pytest.raises(ParameterError, match="there is no such file"):
             loaded(setup, config=config.with_name("absent.yaml"))
+
+
+def test_the_environment_may_change_while_a_host_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with alone():
+        assert os.environ.pop("WORLD_SIZE") == "0"
+    assert os.environ["WORLD_SIZE"] == "2"
+    monkeypatch.delenv("WORLD_SIZE")
+    with alone():
+        del os.environ["WORLD_SIZE"]
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_a_long_film_is_read_frame_by_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = most = 0
+
+    def gone() -> None:
+        nonlocal now
+        now -= 1
+
+    def frames(_: Footage) -> Iterator[np.ndarray]:
+        nonlocal now, most
+        for level in range(300):
+            frame = np.full((2, 2, 3), level % 256, np.uint8)
+            weakref.finalize(frame, gone)
+            now += 1
+            most = max(most, now)
+            yield frame
+
+    (tmp_path / "film.mp4").touch()
+    monkeypatch.setattr(Footage, "frames", frames)
+    pipeline, scene = SimpleNamespace(), Scene("here", "a door", {"video": tmp_path / "film.mp4"})
+    LongCatVideoHost(pipeline, (scene,), torch.device("cpu"), "480p").check((0,), 20, 0)
+    assert GIVEN < most < GIVEN + 5

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from quantwm_eval import cli
-from quantwm_eval.true_shapes import shape, table
+from quantwm_eval.true_shapes import measure, shape, table
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "true-shapes.md").read_text(encoding="utf-8")
@@ -30,11 +30,22 @@ def test_its_tables_are_those_of_the_data_and_of_the_formulas(script: ModuleType
 
 
 def test_data_are_of_whole_shapes(script: ModuleType) -> None:
-    if script.RESULTS.exists():
-        lines = table.load(script.RESULTS)
-        assert lines
-        assert not any(line["tiny"] for line in lines)
-        assert all(line["provenance"]["device"] != "cpu" for line in lines)
+    lines = table.load(script.RESULTS)
+    assert lines
+    assert not any(line["tiny"] for line in lines)
+    assert all(line["provenance"]["device"] != "cpu" for line in lines)
+
+
+def test_an_untouched_host_that_rebuilds_holds_two_histories_and_ours_none(script: ModuleType) -> None:
+    lines = [line for line in table.load(script.RESULTS) if shape.Shape.load(line["model"]).host != "rolling"]
+    hosts = [line for line in lines if line["method"] == measure.HOST]
+    assert hosts
+    for host in hosts:
+        dense = 2 * host["own_nbytes"]
+        assert host["peak_nbytes"] >= host["before_nbytes"] + dense
+        ours = [line for line in lines if table.key(line) == table.key(host) and line["sealed_nbytes"]]
+        assert ours
+        assert all(line["peak_nbytes"] <= host["peak_nbytes"] - dense / 2 for line in ours)
 
 
 @pytest.mark.parametrize("text", ["a", "<!-- t -->", "<!-- t --><!-- t --><!-- /t -->"])

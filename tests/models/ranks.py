@@ -1,5 +1,6 @@
 """What each of several processes does that share a model's heads, its tokens or its weights."""
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ def _process(number: int, task: Callable[..., None], count: int, device: str, fo
     group = (folder / task.__name__).as_uri()
     dist.init_process_group(BACKENDS[device], init_method=group, rank=number, world_size=count)
     task(Rank(number, count, place), folder, *more)
+    gc.collect()  # sharded modules hold the group in cycles, and it must end before the process does
+    dist.barrier()
     dist.destroy_process_group()
 
 

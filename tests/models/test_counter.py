@@ -11,6 +11,7 @@ from torch.distributed.utils import _apply_to_tensors, _recursive_to
 
 from quantwm_models import attach
 from quantwm_models.counter import Counter
+from quantwm_models.errors import HostError
 from tests.models.causal_forcing_host import CausalInferencePipeline
 from tests.models.wan_host import noise
 
@@ -47,6 +48,42 @@ OPERATORS: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
+def _set_first(tensor: Tensor) -> None:
+    tensor[(0,) * tensor.ndim] = 3
+
+
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.view(-1),
+    lambda x: x[0],
+    lambda x: x[:],
+    lambda x: x.squeeze(),
+    lambda x: x.reshape(1, 1),
+    lambda x: x[None].mT,
+    lambda x: x.unbind()[0],
+    lambda x: x.split(1)[0],
+    lambda x: next(iter(x)),
+    lambda x: x.detach(),
+    lambda x: x.data,
+    lambda x: x.expand(1),
+    lambda x: x[0].view(1),
+]
+REFUSED: list[Callable[[Tensor], object]] = [
+    lambda x: x.expand(3),
+    lambda x: x.view(torch.int32),
+    lambda x: x.view(torch.float64),
+    lambda x: x.resize_(2),
+    lambda x: x.unsqueeze_(0),
+    lambda x: torch.mul(torch.ones(2, dtype=torch.long), 2, out=x),
+    lambda x: x.numpy().fill(3),
+    lambda x: setattr(x, "data", torch.tensor([1, 2])),
+    lambda x: setattr(x, "data", torch.tensor([1], dtype=torch.int32)),
+    lambda x: x.__dlpack__(),
+    lambda x: x.share_memory_(),
+    lambda x: x.storage(),
+    lambda x: x.apply_(lambda _: 3),
+]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_changes_it_is_seen(device: str) -> None:
     number = counter(5, device)
@@ -57,10 +94,41 @@ def test_what_changes_it_is_seen(device: str) -> None:
         (lambda x: x.copy_(torch.tensor([4], device=device)), 4),
         (lambda x: x.zero_(), 0),
         (lambda x: torch.add(torch.tensor([1], device=device), 2, out=x), 3),
+        (lambda x: x.add_(x.view(1)), 6),
     ):
         assert change(number) is number
         assert number.item() == expected
-    assert repr(number) == f"Counter(3, device='{number.device}')"
+    assert repr(number) == f"Counter(6, device='{number.device}')"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_write_through_a_view_is_seen_in_all(device: str, view: Callable[[Tensor], Tensor]) -> None:
+    number, tensor = counter(5, device), torch.tensor([5], device=device)
+    seen = view(number)
+    for change in (lambda x: x.fill_(7), lambda x: x.add_(2), lambda x: x.copy_(torch.tensor(4)), _set_first):
+        change(view(number))
+        change(view(tensor))
+        assert number.item() == tensor.item() == seen.item() == view(number)
+        assert view(number).shape == view(tensor).shape == seen.shape
+    number.fill_(11)
+    assert seen.item() == 11
+
+
+def test_data_can_be_replaced() -> None:
+    number = counter(5)
+    seen, number.data = number[0], torch.tensor([8])
+    assert (number.item(), number.data.item(), seen.item()) == (8, 8, 8)
+    number.data.fill_(9)
+    assert number.item() == 9
+
+
+@pytest.mark.parametrize("write", REFUSED)
+def test_what_would_be_lost_is_refused(write: Callable[[Tensor], object]) -> None:
+    number = counter(5)
+    with pytest.raises((HostError, ValueError), match=r"clone|need a tensor like it|read-only"):
+        write(number)
+    assert (number.item(), tuple(number.shape), number[0].item()) == (5, (1,), 5)
 
 
 def test_what_moves_arguments_to_devices_leaves_it_alone() -> None:
@@ -76,6 +144,9 @@ def test_what_moves_arguments_to_devices_leaves_it_alone() -> None:
 def test_it_can_be_copied_and_shown() -> None:
     number = counter(3)
     twin = copy.deepcopy([number])[0]
+    number.fill_(4)
+    assert copy.copy(number).fill_(6) is not number
+    assert number.item() == 6, "a shallow copy of a tensor shares its memory"
     number.fill_(4)
     assert (int(twin), number.tolist(), number.numpy().tolist(), f"{number}") == (3, [4], [4], repr(number))
 

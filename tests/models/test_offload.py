@@ -12,6 +12,7 @@ from quantwm_core import methods
 from quantwm_core.errors import StateError
 from quantwm_core.method import scheme
 from quantwm_kernels.methods import seal_chunk
+from quantwm_kernels.sealing import forget_recordings
 from quantwm_models import CacheReport, LayerCache, Offload, Workspace, attach
 from quantwm_models.packed import in_block, layout, packed, packed_nbytes
 from tests.models.chunks import bits, chunk, fill, normal, snapshot
@@ -270,6 +271,7 @@ def test_memory_on_the_device_is_the_slots_and_no_more() -> None:
     def held(offload: Offload | None) -> int:
         gc.collect()  # what other tests left must not go in between
         torch.cuda.synchronize()
+        forget_recordings()
         before = torch.cuda.memory_allocated()
         caches = layers(4, offload)
         for cache in caches:
@@ -280,6 +282,7 @@ def test_memory_on_the_device_is_the_slots_and_no_more() -> None:
         for cache in caches * 2:
             cache.read()
         caches[0].workspace.release()
+        forget_recordings()
         after = torch.cuda.memory_allocated() - before
         report: CacheReport = caches[0].report()
         assert after >= report.staging_nbytes

@@ -202,6 +202,12 @@ def entries(tree: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from entries(each, (*where, key))
 
 
+def test_tokens_that_are_not_live_are_refused(saved: Path) -> None:
+    changed(saved, lambda state: state["caches"][1]["stream"].update(live=[]))
+    with pytest.raises(FormatError, match=r"layer 1: tokens \d+ to \d+ are there, and none of them is live"):
+        snapshot.load(layers(window=96), saved)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 10**6), junk=st.sampled_from([None, -1, 0, 1, 7, 0.5, "x", [], {}, [1, 2], 10**30, True]))
 def test_a_damaged_state_is_refused_or_means_the_same(place: int, junk: Any, saved: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +15,7 @@ from quantwm_core.errors import ParameterError
 
 @contextmanager
 def inside(folder: Path, *within: str) -> Iterator[None]:
-    """Import from a checkout, and read the files that it names relative to itself.
+    """Import from a checkout, and read the files that it names relative to itself; what it prints goes to standard error.
 
     The checkout stays importable afterwards: its code imports on as it runs.
 
@@ -27,7 +27,7 @@ def inside(folder: Path, *within: str) -> Iterator[None]:
     for place in (*(str(Path(root, name)) for name in within), root):
         if place not in sys.path:
             sys.path.insert(0, place)
-    with chdir(root):
+    with chdir(root), redirect_stdout(sys.stderr):
         yield
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import PIL.Image
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -23,11 +22,14 @@ from quantwm_eval.attached import AttachedCache
 from quantwm_eval.evidence import Frames
 from quantwm_eval.host import Episode
 from quantwm_eval.hosts import Setup
+from quantwm_eval.latents import frames_of
 from quantwm_eval.suite import Scene
 from quantwm_models.attach import attach
 from quantwm_models.observer import CacheObserver
 
 NOISE_STRIDE = 1 << 24
+POSITIONS = 1024
+"""Latent frames that a host's rotation has positions for."""
 
 
 class CheckoutHost(ABC):
@@ -45,15 +47,17 @@ class CheckoutHost(ABC):
     frame_rate: int
     makes_batches = False  # what a host draws for one video would depend on the others
     chunks_per_seal = 2
-    most_chunks: int = 1024
+    chunk: int
+    """Latent frames that are generated together."""
+    most_chunks: int = POSITIONS
     """Chunks that the host's own cache or positions hold."""
 
     def __init__(self, pipeline: Any, suite: Sequence[Scene], device: torch.device) -> None:
         self.pipeline, self.suite, self.device = pipeline, suite, device
 
-    @abstractmethod
     def frames_of(self, chunks: int) -> int:
         """Frames of video that so many chunks make."""
+        return frames_of(chunks * self.chunk)
 
     @abstractmethod
     def check_scene(self, scene: Scene, frames: int) -> None:
@@ -90,8 +94,9 @@ class CheckoutHost(ABC):
                 f"frames {frames}: host {self.name!r} makes whole chunks, {self.most_chunks} at most; "
                 f"need one of {', '.join(map(str, fits[:8]))}{', ...' if len(fits) > 8 else ''} up to {fits[-1]}"
             )
-        for scene in scenes:
-            self.check_scene(self.suite[scene], frames)
+        with redirect_stdout(sys.stderr):  # of hosts whose own code reads a scene
+            for scene in scenes:
+                self.check_scene(self.suite[scene], frames)
 
     def episodes(self, kind: str, scenes: Sequence[int], frames: int, degrees: int) -> tuple[Episode, ...]:
         """An episode for each scene; what is done in it, the host's pipeline is told.
@@ -167,32 +172,22 @@ def watched(model: torch.nn.Module, progress: Callable[[], None]) -> Iterator[No
         handle.remove()
 
 
-def levels(video: Tensor, low: float, high: float) -> Frames:
+def levels(video: Tensor | np.ndarray, low: float = 0, high: float = 1) -> Frames:
     """Grey levels of a video.
 
     Args:
-        video: Floats ``[frames, channels, height, width]``.
+        video: Floats ``[frames, height, width, channels]``.
         low: What is black.
         high: What is white.
 
     Returns:
-        uint8 ``[frames, height, width, channels]``.
+        uint8, of the same shape.
+
+    >>> levels(np.array([[[[0.0, 0.5, 2.0]]]]))
+    array([[[[  0, 128, 255]]]], dtype=uint8)
     """
-    scaled = (video.float() - low) * (255 / (high - low))
-    return scaled.clamp(0, 255).round().to(torch.uint8).movedim(1, -1).cpu().numpy()
-
-
-def picture(path: Path) -> PIL.Image.Image:
-    """Read a picture as RGB.
-
-    Raises:
-        FormatError: It is none.
-    """
-    try:
-        with PIL.Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow's readers raise on broken files
-        raise FormatError(f"{path}: not a picture that can be read: {error}") from error
+    scaled = (torch.as_tensor(video).float() - low) * (255 / (high - low))
+    return scaled.clamp(0, 255).round().to(torch.uint8).cpu().numpy()
 
 
 def weights_of(path: Path) -> dict[str, Tensor]:
@@ -245,3 +240,13 @@ def check_size(host: str, setup: Setup, sizes: Sequence[str], told: str) -> None
     """
     if setup.size and setup.size not in sizes:
         raise ParameterError(f"--size {setup.size}: host {host!r} {told}")
+
+
+def refuse_config(host: str, setup: Setup) -> None:
+    """Refuse a configuration for a host that reads none.
+
+    Raises:
+        ParameterError: One was given.
+    """
+    if setup.config is not None:
+        raise ParameterError(f"--config {setup.config}: host {host!r} has its settings in its code")

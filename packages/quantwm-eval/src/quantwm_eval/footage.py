@@ -74,11 +74,7 @@ class Footage:
 
     def _stills(self) -> Iterator[Picture]:
         for still in self.stills:
-            try:
-                with PIL.Image.open(still) as image:
-                    yield np.asarray(image.convert("RGB"))
-            except (OSError, SyntaxError, ValueError) as error:  # what Pillow's readers raise on broken files
-                raise FormatError(f"{still}: not a picture that can be read: {error}") from error
+            yield np.asarray(picture(still))
 
     def _film(self) -> Iterator[Picture]:
         number = 0
@@ -90,6 +86,19 @@ class Footage:
         except (av.FFmpegError, IndexError) as error:
             where = f"breaks off after frame {number}" if number else "not a video that can be read"
             raise FormatError(f"{self.path}: {where}: {error}") from error
+
+
+def picture(path: Path) -> PIL.Image.Image:
+    """Read a picture as RGB.
+
+    Raises:
+        FormatError: It is none.
+    """
+    try:
+        with PIL.Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:  # what Pillow's readers raise on broken files
+        raise FormatError(f"{path}: not a picture that can be read: {error}") from error
 
 
 def find(path: Path) -> dict[str, Footage]:

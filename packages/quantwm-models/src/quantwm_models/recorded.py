@@ -13,7 +13,7 @@ from torch import Tensor
 from quantwm_core import methods
 from quantwm_core.chunk import KINDS, SHARED, Kind
 from quantwm_core.errors import FormatError
-from quantwm_core.stream import Span
+from quantwm_core.stream import Span, overlap
 from quantwm_kernels.chunk import SealedChunk, SealedTensor, described, description
 from quantwm_kernels.recipe import READABLE, describe
 from quantwm_kernels.statistics import QueryMoment
@@ -141,6 +141,9 @@ class Source:
         stored = sum(part.stop - part.start for part in contents.segments(0, live))
         if stored != live or tuple(contents.units) != stream.units:
             raise FormatError(f"{stored} of {live} live tokens are there, in units {list(contents.units)}")
+        for held in (*stream.units, *(piece.span for piece in contents.exact)):
+            if not any(overlap(held, part) for part in stream.live):
+                raise FormatError(f"tokens {held.start} to {held.stop} are there, and none of them is live")
         return contents
 
     def _unit(self, told: Mapping[str, Any]) -> Unit:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from quantwm_core.errors import ParameterError, QuantWMError
+from quantwm_core.tensor_file import replaced
 from quantwm_eval import output, provenance
 from quantwm_eval.commands.answer import BAD_OPTIONS, Answer, Tell
 from quantwm_eval.commands.arguments import check_device, method_list, positive
@@ -128,7 +129,8 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
     for line in measure(plan, options.methods, tell):
         lines.append(line | known)
         if options.out is not None:  # as a whole each time, so that an interrupted run leaves whole lines
-            options.out.write_text("".join(f"{json.dumps(each)}\n" for each in lines), encoding="utf-8")
+            with replaced(options.out) as file:
+                file.write("".join(f"{json.dumps(each)}\n" for each in lines).encode())
     return Answer(table.render(lines))
 
 

@@ -16,18 +16,17 @@ import torch
 
 from quantwm_core.errors import ParameterError
 from quantwm_eval import checkout, suite
-from quantwm_eval.checkout_host import CheckoutHost, check_size, levels, load_weights, watched
+from quantwm_eval.checkout_host import POSITIONS, CheckoutHost, check_size, levels, load_weights, watched
 from quantwm_eval.evidence import Frames
 from quantwm_eval.hosts import Setup
+from quantwm_eval.latents import latents_of
 from quantwm_eval.suite import Scene
 
 CONFIG = Path("configs/causal_forcing_dmd_chunkwise.yaml")
 LATENT = (16, 60, 104)
 """Channels, height and width of a latent frame of 480 x 832."""
-FRAMES_PER_LATENT = 4  # the first latent frame is one frame of video
 STOCK_LATENTS = 21
 """What the host's cache holds where it has no window: 32760 tokens."""
-POSITIONS = 1024
 
 
 class CausalForcingHost(CheckoutHost):
@@ -46,11 +45,8 @@ class CausalForcingHost(CheckoutHost):
         super().__init__(pipeline, scenes, next(pipeline.generator.parameters()).device)
         self._latent = latent
         most = STOCK_LATENTS if pipeline.generator.model.local_attn_size == -1 else POSITIONS
-        self.most_chunks = most // int(pipeline.num_frame_per_block)
-
-    def frames_of(self, chunks: int) -> int:
-        """Frames of video that so many chunks make."""
-        return FRAMES_PER_LATENT * (chunks * int(self.pipeline.num_frame_per_block) - 1) + 1
+        self.chunk = int(pipeline.num_frame_per_block)
+        self.most_chunks = most // self.chunk
 
     def check_scene(self, scene: Scene, frames: int) -> None:
         """Raise where it has no prompt."""
@@ -58,14 +54,14 @@ class CausalForcingHost(CheckoutHost):
 
     def video(self, scene: Scene, frames: int, number: int, progress: Callable[[], None]) -> Frames:
         """Generate; the host draws more noise between steps from PyTorch's global generators."""
-        shape = (1, (frames - 1) // FRAMES_PER_LATENT + 1, *self._latent)
+        shape = (1, latents_of(frames), *self._latent)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(self.device, torch.bfloat16)
         with watched(self.pipeline.generator, progress):
             made = self.pipeline.inference(noise=noise, text_prompts=[scene.prompt])
         clear = getattr(getattr(self.pipeline.vae, "model", None), "clear_cache", None)
         if clear is not None:  # the host's decoder keeps the end of a video
             clear()
-        return levels(made[0], 0, 1)
+        return levels(made[0].movedim(1, -1))
 
 
 def load(setup: Setup) -> CausalForcingHost:

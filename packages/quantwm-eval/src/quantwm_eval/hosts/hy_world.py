@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,15 @@ import torch
 
 from quantwm_core.errors import FormatError, ParameterError
 from quantwm_eval import checkout, suite
-from quantwm_eval.checkout_host import CheckoutHost, check_size, load_weights, part
+from quantwm_eval.checkout_host import POSITIONS, CheckoutHost, check_size, levels, load_weights, part, refuse_config
 from quantwm_eval.evidence import Frames
 from quantwm_eval.hosts import Setup
+from quantwm_eval.latents import latents_of
 from quantwm_eval.suite import Scene
 
 HEIGHT, WIDTH = 704, 1280
 CHUNK = 4  # latent frames
-FRAMES_PER_LATENT = 4  # the first latent frame is one frame of video
 CONTEXT = 16
-POSITIONS = 1024
 BASE = "Wan2.2-TI2V-5B-Diffusers"
 
 
@@ -45,15 +45,11 @@ class HyWorldHost(CheckoutHost):
 
     name = "hy_world"
     frames, frame_rate = 93, 16
-    most_chunks = POSITIONS // CHUNK
+    chunk, most_chunks = CHUNK, POSITIONS // CHUNK
 
     def __init__(self, pipeline: Any, scenes: tuple[Scene, ...], device: torch.device, poses: Any) -> None:
         super().__init__(pipeline, scenes, device)
         self._poses = poses
-
-    def frames_of(self, chunks: int) -> int:
-        """Frames of video that so many chunks make."""
-        return FRAMES_PER_LATENT * (chunks * CHUNK - 1) + 1
 
     def check_scene(self, scene: Scene, frames: int) -> None:
         """Raise where it has no prompt, or its camera path is too short."""
@@ -90,7 +86,7 @@ class HyWorldHost(CheckoutHost):
                 )
                 made.append(np.asarray(video[0]))
                 progress()
-        return np.round(np.concatenate(made) * 255).clip(0, 255).astype(np.uint8)
+        return levels(np.concatenate(made))
 
     def _cameras(self, scene: Scene, frames: int) -> tuple[Any, ...]:
         """View matrices, intrinsics and actions of every latent frame.
@@ -99,25 +95,26 @@ class HyWorldHost(CheckoutHost):
             FormatError: The path cannot be read.
             ParameterError: It is too short.
         """
-        latents = (frames - 1) // FRAMES_PER_LATENT + 1
-        path = scene.parts.get("pose")
+        latents, path = latents_of(frames), scene.parts.get("pose")
+        where = scene.place if path is None else path
         try:
-            if path is None:
-                steps = self._poses.pose_string_to_json(f"w-{latents - 1}")
-            elif path.suffix == ".json":
-                steps = json.loads(path.read_text(encoding="utf-8"))
-            else:
-                steps = self._poses.pose_string_to_json(path.read_text(encoding="utf-8").strip())
-            if len(steps) < latents:
-                raise ParameterError(
-                    f"{path}: {len(steps)} cameras; {frames} frames are {latents} latent frames, the first of which stands still"
-                )
-            kept = dict(list(steps.items())[:latents])
-            return tuple(self._poses.pose_to_input(kept, latents))
-        except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, ParameterError):
-                raise
-            raise FormatError(f"{path}: no camera path of the host: {error}") from error
+            steps = self._path(path, latents)
+            if not isinstance(steps, dict):
+                raise TypeError(f"need an object, a camera for each latent frame; got {type(steps).__name__}")
+            if len(steps) >= latents:
+                return tuple(self._poses.pose_to_input(dict(list(steps.items())[:latents]), latents))
+        except (ValueError, LookupError, TypeError) as error:
+            raise FormatError(f"{where}: no camera path of the host: {error}") from error
+        raise ParameterError(
+            f"{where}: {len(steps)} cameras; {frames} frames are {latents} latent frames, the first of which stands still"
+        )
+
+    def _path(self, path: Path | None, latents: int) -> Any:
+        """A camera path as a file has it, or one that moves forward."""
+        if path is None:
+            return self._poses.pose_string_to_json(f"w-{latents - 1}")
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if path.suffix == ".json" else self._poses.pose_string_to_json(text.strip())
 
 
 def load(setup: Setup) -> HyWorldHost:
@@ -129,9 +126,8 @@ def load(setup: Setup) -> HyWorldHost:
     """
     name = HyWorldHost.name
     check_size(name, setup, ("720p",), f"makes {HEIGHT} x {WIDTH} alone: 880 tokens a frame are written into its code")
+    refuse_config(name, setup)
     root, weights, inputs = (setup.need(name, part) for part in ("checkout", "weights", "inputs"))
-    if setup.config is not None:
-        raise ParameterError(f"--config {setup.config}: host {name!r} has its settings in its code")
     base, architecture = part(weights, BASE), part(weights, "wan_transformer")
     trained = part(weights, "wan_distilled_model/model.safetensors")
     scenes, device, dtype = suite.read(inputs), torch.device(setup.device), torch.bfloat16
@@ -159,7 +155,7 @@ def alone() -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.pop("WORLD_SIZE")
+        os.environ.pop("WORLD_SIZE", None)
         if before is not None:
             os.environ["WORLD_SIZE"] = before
 

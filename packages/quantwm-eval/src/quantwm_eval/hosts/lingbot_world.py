@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from numpy.lib.format import open_memmap
 
 from quantwm_core.errors import FormatError, ParameterError
 from quantwm_eval import checkout, suite
-from quantwm_eval.checkout_host import CheckoutHost, check_size, levels, part, picture, watched
+from quantwm_eval.checkout_host import POSITIONS, CheckoutHost, check_size, levels, part, refuse_config, watched
 from quantwm_eval.evidence import Frames
+from quantwm_eval.footage import picture
 from quantwm_eval.hosts import Setup
 from quantwm_eval.suite import Scene
 
@@ -26,8 +27,6 @@ AREAS = {"480p": "480*832", "720p": "720*1280"}
 """What the host calls its sizes: areas, which the picture's own proportions divide into height and width."""
 WINDOW, SINK, CHUNK = 18, 6, 4
 """Latent frames, as the host's instructions run the distilled model."""
-FRAMES_PER_LATENT = 4  # the first latent frame is one frame of video
-POSITIONS = 1024
 
 
 class LingBotWorldHost(CheckoutHost):
@@ -41,26 +40,21 @@ class LingBotWorldHost(CheckoutHost):
 
     name = "lingbot_world"
     frames, frame_rate = 93, 16
-    most_chunks = POSITIONS // CHUNK
+    chunk, most_chunks = CHUNK, POSITIONS // CHUNK
 
     def __init__(self, pipeline: Any, scenes: tuple[Scene, ...], area: int) -> None:
         super().__init__(pipeline, scenes, pipeline.device)
         self._area = area
 
-    def frames_of(self, chunks: int) -> int:
-        """Frames of video that so many chunks make."""
-        return FRAMES_PER_LATENT * (chunks * CHUNK - 1) + 1
-
     def check_scene(self, scene: Scene, frames: int) -> None:
         """Raise where it has no prompt, no picture, or no camera for so many frames."""
         scene.need_prompt(self.name)
         scene.need(self.name, "image", "image.jpg")
-        scene.need(self.name, "intrinsics", "intrinsics.npy")
+        intrinsics = scene.need(self.name, "intrinsics", "intrinsics.npy")
+        if len(shape := _shape(intrinsics)) != 2 or shape[0] < 1 or shape[1] != 4:
+            raise ParameterError(f"{intrinsics}: got shape {shape}, need [1 or more, 4]: fx, fy, cx, cy")
         poses = scene.need(self.name, "poses", "poses.npy")
-        try:
-            shape = np.load(poses, mmap_mode="r", allow_pickle=False).shape
-        except (ValueError, EOFError) as error:
-            raise FormatError(f"{poses}: no array that can be read: {error}") from error
+        shape = _shape(poses)
         if shape[1:] != (4, 4) or shape[0] < frames:
             raise ParameterError(f"{poses}: got shape {shape}, need [{frames} or more, 4, 4], camera to world")
 
@@ -78,7 +72,7 @@ class LingBotWorldHost(CheckoutHost):
                 seed=number,
                 offload_model=False,
             )
-        return levels(made.transpose(0, 1), -1, 1)
+        return levels(made.permute(1, 2, 3, 0), -1, 1)
 
 
 def load(setup: Setup) -> LingBotWorldHost:
@@ -90,9 +84,8 @@ def load(setup: Setup) -> LingBotWorldHost:
     """
     name = LingBotWorldHost.name
     check_size(name, setup, tuple(AREAS), "makes 480p and 720p")
+    refuse_config(name, setup)
     root, weights, inputs = (setup.need(name, part) for part in ("checkout", "weights", "inputs"))
-    if setup.config is not None:
-        raise ParameterError(f"--config {setup.config}: host {name!r} has its settings in its code")
     device = gpu(setup.device)
     weights, scenes = weights.resolve(), suite.read(inputs)
     with checkout.inside(root):
@@ -107,6 +100,18 @@ def load(setup: Setup) -> LingBotWorldHost:
             infer_mode=mode_of(weights, configs.WAN_CONFIGS[TASK]),
         )
     return LingBotWorldHost(pipeline, scenes, configs.MAX_AREA_CONFIGS[AREAS[setup.size or "480p"]])
+
+
+def _shape(path: Path) -> tuple[int, ...]:
+    """The shape of an array in a file, of which no more than that is read.
+
+    Raises:
+        FormatError: It is no ``.npy``.
+    """
+    try:
+        return open_memmap(path, mode="r").shape
+    except (ValueError, EOFError) as error:
+        raise FormatError(f"{path}: no array that can be read: {error}") from error
 
 
 def gpu(device: str) -> int:

@@ -8,6 +8,7 @@ the prompt alone, without any cache. Only the frames that follow count.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +16,9 @@ import numpy as np
 import PIL.Image
 import torch
 
-from quantwm_core.errors import ParameterError
+from quantwm_core.errors import FormatError, ParameterError
 from quantwm_eval import checkout, footage, suite
-from quantwm_eval.checkout_host import CheckoutHost, check_size, part, picture
+from quantwm_eval.checkout_host import CheckoutHost, check_size, levels, part, refuse_config
 from quantwm_eval.evidence import Frames
 from quantwm_eval.hosts import Setup
 from quantwm_eval.suite import Scene
@@ -78,7 +79,7 @@ class LongCatVideoHost(CheckoutHost):
             found = self.pipeline.generate_vc(
                 video=history, resolution=self._size, num_cond_frames=GIVEN, use_kv_cache=True, **told
             )
-            segment = _levels(found[0])
+            segment = levels(found[0])
             made.append(segment[GIVEN:])
             history = list(map(PIL.Image.fromarray, segment))
             progress()
@@ -91,24 +92,30 @@ class LongCatVideoHost(CheckoutHost):
         key = (scene.place, number)
         if self._begun is None or self._begun[0] != key:
             if "image" in scene.parts:
-                found = self.pipeline.generate_i2v(image=picture(scene.parts["image"]), resolution=self._size, **told)
+                found = self.pipeline.generate_i2v(
+                    image=footage.picture(scene.parts["image"]), resolution=self._size, **told
+                )
             else:
                 found = self.pipeline.generate_t2v(height=480, width=832, **told)
-            self._begun = key, list(map(PIL.Image.fromarray, _levels(found[0])))
+            self._begun = key, list(map(PIL.Image.fromarray, levels(found[0])))
         return self._begun[1]
 
     def _given(self, scene: Scene) -> list[PIL.Image.Image]:
         """The end of the scene's video.
 
         Raises:
-            FormatError: It cannot be read.
+            FormatError: It cannot be read, or there are several.
             ParameterError: It is too short.
         """
-        (found,) = footage.find(scene.parts["video"]).values()
-        frames = list(found.frames())
-        if len(frames) < GIVEN:
-            raise ParameterError(f"{found.path}: has {len(frames)} frames, a segment is given {GIVEN}")
-        return [PIL.Image.fromarray(frame) for frame in frames[-GIVEN:]]
+        path = scene.parts["video"]
+        found = footage.find(path)
+        if len(found) > 1:
+            raise FormatError(f"{path}: holds {len(found)} videos, {', '.join(found)}; keep the one to be continued")
+        (film,) = found.values()
+        end = deque(film.frames(), maxlen=GIVEN)  # a long film never lies in memory as a whole
+        if len(end) < GIVEN:
+            raise ParameterError(f"{film.path}: has {len(end)} frames, a segment is given {GIVEN}")
+        return list(map(PIL.Image.fromarray, end))
 
 
 def load(setup: Setup) -> LongCatVideoHost:
@@ -120,9 +127,8 @@ def load(setup: Setup) -> LongCatVideoHost:
     """
     name = LongCatVideoHost.name
     check_size(name, setup, SIZES, "makes 480p and 720p")
+    refuse_config(name, setup)
     root, weights, inputs = (setup.need(name, part) for part in ("checkout", "weights", "inputs"))
-    if setup.config is not None:
-        raise ParameterError(f"--config {setup.config}: host {name!r} has its settings in its code")
     weights, scenes, device = weights.resolve(), suite.read(inputs), torch.device(setup.device)
     with checkout.inside(root):
         transformers = checkout.library(root, "transformers")
@@ -151,11 +157,6 @@ def _own(root: Any, name: str) -> Any:
 def _options(name: str) -> dict[str, Any]:
     dtype = {} if name in ("tokenizer", "scheduler") else {"torch_dtype": torch.bfloat16}
     return dtype | ({"cp_split_hw": [1, 1]} if name == "dit" else {})
-
-
-def _levels(segment: Any) -> Frames:
-    """Grey levels of frames from 0 to 1."""
-    return np.round(np.asarray(segment) * 255).clip(0, 255).astype(np.uint8)
 
 
 LOAD = load

@@ -9,6 +9,8 @@ benchmark draws them, by scene and seed.
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,11 @@ from torch import Tensor
 
 from quantwm_core.errors import FormatError
 from quantwm_eval import checkout, suite
-from quantwm_eval.checkout_host import CheckoutHost, check_size, levels, load_weights, part, picture, watched
+from quantwm_eval.checkout_host import POSITIONS, CheckoutHost, check_size, levels, load_weights, part, watched
 from quantwm_eval.evidence import Frames
+from quantwm_eval.footage import picture
 from quantwm_eval.hosts import Setup
+from quantwm_eval.latents import latents_of
 from quantwm_eval.suite import Scene
 
 CONFIG = Path("configs/inference_yaml/inference_universal.yaml")
@@ -33,9 +37,7 @@ CHECKPOINTS = {
 }
 """Of the released folder, by the mode that a configuration names."""
 HEIGHT, WIDTH = 352, 640
-FRAMES_PER_LATENT = 4  # the first latent frame is one frame of video
 STRIDE = 8  # pixels of a side of a latent's
-POSITIONS = 1024
 TILES = {"tiled": True, "tile_size": [44, 80], "tile_stride": [23, 38]}
 """How the host's own script encodes a picture."""
 
@@ -65,12 +67,8 @@ class MatrixGameHost(CheckoutHost):
     ) -> None:
         super().__init__(pipeline, scenes, device)
         self._vae, self._actions = vae, actions
-        self._chunk, self._mode = int(pipeline.num_frame_per_block), str(pipeline.args.mode)
-        self.most_chunks = POSITIONS // self._chunk
-
-    def frames_of(self, chunks: int) -> int:
-        """Frames of video that so many chunks make."""
-        return FRAMES_PER_LATENT * (chunks * self._chunk - 1) + 1
+        self.chunk, self._mode = int(pipeline.num_frame_per_block), str(pipeline.args.mode)
+        self.most_chunks = POSITIONS // self.chunk
 
     def check_scene(self, scene: Scene, frames: int) -> None:
         """Raise where it has no picture, or no actions for so many frames."""
@@ -87,7 +85,7 @@ class MatrixGameHost(CheckoutHost):
             2, 0, 1
         )
         image = (pixels / 127.5 - 1)[None, :, None].to(self.device, dtype)
-        latents = (frames - 1) // FRAMES_PER_LATENT + 1
+        latents = latents_of(frames)
         padded = torch.cat([image, torch.zeros_like(image).repeat(1, 1, frames - 1, 1, 1)], dim=2)
         encoded = self._vae.encode(padded, device=self.device, **TILES).to(self.device)
         mask = torch.ones_like(encoded)
@@ -104,7 +102,7 @@ class MatrixGameHost(CheckoutHost):
                 conditional_dict={name: each.to(self.device, dtype) for name, each in conditions.items()},
                 mode=self._mode,
             )
-        return levels(torch.cat(list(made), dim=1)[0], -1, 1)
+        return levels(torch.cat(list(made), dim=1)[0].movedim(1, -1), -1, 1)
 
     def _conditions(self, scene: Scene, frames: int) -> dict[str, Tensor]:
         if "actions" in scene.parts or self._actions is None:
@@ -125,9 +123,12 @@ class MatrixGameHost(CheckoutHost):
             FormatError: It is no ``.npz``, lacks an array, or one is of another shape.
         """
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                held = {name: np.asarray(arrays[name], np.float32) for name in self._inputs()}
-        except (KeyError, ValueError, OSError, EOFError) as error:
+            with path.open("rb") as file:
+                found = np.load(file, allow_pickle=False)
+                if not isinstance(found, np.lib.npyio.NpzFile):
+                    raise TypeError("it is a single array")
+                held = {name: np.asarray(found[name], np.float32) for name in self._inputs()}
+        except (KeyError, TypeError, ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise FormatError(f"{path}: no .npz of {', '.join(self._inputs())}: {error}") from error
         for name, size in self._inputs().items():
             if held[name].ndim != 2 or held[name].shape[0] < frames or held[name].shape[1] != size:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from quantwm_core.chunk import KINDS
 from quantwm_core.method import Scheme
 from quantwm_core.stream import Span, Stream
-from quantwm_eval.true_shapes.shape import BF16_NBYTES, FRAMES_PER_LATENT, Shape
+from quantwm_eval.latents import FRAMES_PER_LATENT
+from quantwm_eval.true_shapes.shape import BF16_NBYTES, Shape
 
 GIB = 2**30
-CARDS = (24, 32, 48, 80, 141)
 STANDARD_FRAMES = 93  # of the video whose passes were counted
 CONTEXT_NBYTES = GIB  # of CUDA itself and of what the allocator cannot use
 MOMENTS = 2  # of queries: of the units before, and of what came since
@@ -26,7 +26,7 @@ DECODER_TENSORS = 4  # of the widest feature maps, alive at once
 
 
 @dataclass(frozen=True)
-class CacheBytes:
+class CacheBudget:
     """A cache at its largest, on the device.
 
     Attributes:
@@ -46,16 +46,16 @@ class CacheBytes:
         """All of it."""
         return self.stored + self.exact + self.statistics + self.workspace
 
-    def offloaded(self, layers: int) -> CacheBytes:
+    def offloaded(self, layers: int) -> CacheBudget:
         """The same with sealed units in host memory, which pass through two slots of a layer's size.
 
-        >>> CacheBytes(480, 7).offloaded(48)
-        CacheBytes(stored=20, exact=7, statistics=0, workspace=0)
+        >>> CacheBudget(480, 7).offloaded(48)
+        CacheBudget(stored=20, exact=7, statistics=0, workspace=0)
         """
         return replace(self, stored=-(-2 * self.stored // layers))
 
 
-def cache_nbytes(shape: Shape, frame_tokens: int, latents: int, method: Scheme | None = None) -> CacheBytes:
+def cache_nbytes(shape: Shape, frame_tokens: int, latents: int, method: Scheme | None = None) -> CacheBudget:
     """A cache while a video of so many latent frames is made.
 
     Args:
@@ -72,11 +72,11 @@ def cache_nbytes(shape: Shape, frame_tokens: int, latents: int, method: Scheme |
     """
     held = shape.cached(latents) * frame_tokens
     if method is None:
-        return CacheBytes(held * shape.token_nbytes() * (1 if shape.host == "rolling" else 2))
+        return CacheBudget(held * shape.token_nbytes() * (1 if shape.host == "rolling" else 2))
     channels = shape.kinds * shape.channels
     statistics = MOMENTS * FP32_NBYTES * shape.layers * shape.heads * channels**2 if method.uses_queries else 0
     states = (
-        CacheBytes(
+        CacheBudget(
             _sealed_nbytes(shape, method, stream.units, frame_tokens),
             _unsealed(stream) * shape.token_nbytes(),
             statistics,
@@ -137,7 +137,7 @@ class Process:
 
     weights: int
     vae: int
-    cache: CacheBytes
+    cache: CacheBudget
     working: int
     encoder: int
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from quantwm_core.method import Scheme, scheme
+from quantwm_eval.latents import frames_of
 from quantwm_eval.true_shapes.budget import GIB, STANDARD_FRAMES, longest, process
-from quantwm_eval.true_shapes.shape import FRAMES_PER_LATENT, Shape
+from quantwm_eval.true_shapes.shape import Shape
 
 SMALL_CARDS = (24, 32, 48)
 CARDS = (24, 48, 80, 141)
@@ -79,4 +80,4 @@ def _video(latents: int) -> str:
     >>> _video(24), _video(0)
     ('93', '-')
     """
-    return f"{FRAMES_PER_LATENT * (latents - 1) + 1}" if latents else "-"
+    return str(frames_of(latents)) if latents else "-"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +19,7 @@ from quantwm_eval.true_shapes.memory import DeviceMemory
 from quantwm_eval.true_shapes.rolling import CausalInferencePipeline, CausalInferenceStreamingPipeline, WanI2VCausal
 from quantwm_eval.true_shapes.shape import Shape, tiny
 from quantwm_eval.true_shapes.stack import Stack
+from quantwm_eval.true_shapes.timing import chunk_seconds, timed
 from quantwm_models import Attachment, attach
 from quantwm_models.adapters.hy_world import HyWorld
 
@@ -130,6 +130,7 @@ class Measured:
         before_nbytes: Allocated on the device before the video: weights and prompt.
         peak_nbytes: Most that was allocated at once; 0 on a CPU, which does not tell.
         unit_nbytes: BF16 bytes of the largest unit that a layer sealed.
+        does_not_fit: What was said where memory ran out; then the other figures are of the chunks before, and no result.
     """
 
     method: str
@@ -148,6 +149,7 @@ class Measured:
     before_nbytes: int = 0
     peak_nbytes: int = 0
     unit_nbytes: int = 0
+    does_not_fit: str = ""
 
 
 def run(plan: Plan, methods: Sequence[MethodChoice], tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -155,43 +157,63 @@ def run(plan: Plan, methods: Sequence[MethodChoice], tell: Callable[[str], None]
 
     A stack of one layer makes the same videos first: kernels are compiled then, and what a pass takes beside weights and
     cache is read off it. Then the whole stack makes one with a single step a chunk, so that memory was allocated before.
+    A cache that does not fit into the device's memory has a line that says so, and those after it are measured.
 
     Raises:
         ParameterError, UnknownNameError: The plan asks for what there is not.
-        StateError: A result is not finite.
+        StateError: A result is not finite, or not even the weights fit, or a pass of one layer under the untouched host.
     """
     schemes: dict[str, Any] = {HOST: None}
     schemes |= {method.label: method.scheme(plan.shape.per_seal) for method in methods}
-    single = plan.build(layers=1)
-    warm = [_measured(plan, single, *each) for each in schemes.items()]
+    single = _built(plan, layers=1)
+    warm = [_tried(plan, single, *each) for each in schemes.items()]
+    if warm[0].does_not_fit:
+        raise StateError(f"{plan.shape.title}: a pass of one layer does not fit: {warm[0].does_not_fit}")
     beside = max(0, warm[0].peak_nbytes - warm[0].before_nbytes - (0 if plan.offload else warm[0].own_nbytes))
     del single
-    stack = plan.build()
+    stack = _built(plan)
     tell(f"{plan.shape.title}: {stack.weight_nbytes / 2**30:.2f} GiB of random weights, {stack.chunks} chunks")
     if plan.alone:
         del schemes[HOST]
-    else:
-        _measured(replace(plan, steps=1), stack, HOST, None)
+    elif not _tried(replace(plan, steps=1), stack, HOST, None).does_not_fit:
         schemes[AGAIN] = None
     for name, scheme in schemes.items():
-        measured = _measured(plan, stack, name, scheme)
+        measured = _tried(plan, stack, name, scheme)
         yield _line(plan, stack, measured, beside)
-        tell(f"{name}: {sum(chunk_seconds(each, plan.shape.steps) for each in measured.chunks):.2f} s")
+        seconds = sum(chunk_seconds(each, plan.shape.steps) for each in measured.chunks)
+        tell(f"{name}: does not fit: {measured.does_not_fit}" if measured.does_not_fit else f"{name}: {seconds:.2f} s")
 
 
-def chunk_seconds(passes: dict[str, list[float]], steps: int) -> float:
-    """Seconds of a chunk, its denoising steps extrapolated to as many as the model makes.
-
-    >>> chunk_seconds({"build": [3.0], "step": [1.0, 2.0]}, 50)
-    78.0
-    """
-    others = sum(sum(each) for name, each in passes.items() if name != "step")
-    return others + steps * sum(passes["step"]) / len(passes["step"])
+def _built(plan: Plan, layers: int | None = None) -> Stack:
+    """The stack, whose weights may already be too much."""
+    try:
+        return plan.build(layers)
+    except torch.OutOfMemoryError as error:
+        raise StateError(f"{plan.shape.title}: the weights do not fit: {_said(error)}") from error
 
 
-def _measured(plan: Plan, stack: Stack, name: str, scheme: Any) -> Measured:
-    """Make a video with one kind of cache."""
-    measured, device = Measured(name), stack.weights.device
+def _tried(plan: Plan, stack: Stack, name: str, scheme: Any) -> Measured:
+    """Make a video with one kind of cache, or find out that it does not fit."""
+    measured = Measured(name)
+    try:
+        _measure(measured, plan, stack, scheme)
+    except torch.OutOfMemoryError as error:
+        measured.does_not_fit = _said(error)
+        stack.forget()
+    if measured.does_not_fit:  # the traceback, which held tensors, is gone by now
+        gc.collect()
+        torch.cuda.empty_cache()
+    return measured
+
+
+def _said(error: torch.OutOfMemoryError) -> str:
+    """What an allocator says, without its advice on settings."""
+    return str(error).partition("\n")[0].partition(" If reserved but")[0]
+
+
+def _measure(measured: Measured, plan: Plan, stack: Stack, scheme: Any) -> None:
+    """Make a video with one kind of cache, and note what it takes."""
+    device = stack.weights.device
     stack.forget()
     gc.collect()  # caches of the method before, of which some are in cycles
     with ExitStack() as inside:
@@ -203,12 +225,11 @@ def _measured(plan: Plan, stack: Stack, name: str, scheme: Any) -> Measured:
         measured.before_nbytes = memory.before
         told = (0.0, 0.0)
         for number in range(stack.chunks):
-            measured.chunks.append(_timed(stack, number, plan.steps_run, gpu=device.type == "cuda"))
+            measured.chunks.append(timed(stack, number, plan.steps_run, gpu=device.type == "cuda"))
             if attachment is not None:
                 told = _note(measured, attachment, told, anew=stack.shape.host != "rolling")
         measured.own_nbytes, measured.peak_nbytes = stack.own_nbytes(), memory.most
         stack.forget()
-    return measured
 
 
 def _attached(plan: Plan, stack: Stack, scheme: Any) -> AbstractContextManager[Attachment | None]:
@@ -217,32 +238,6 @@ def _attached(plan: Plan, stack: Stack, scheme: Any) -> AbstractContextManager[A
     # LongCat-Video moves its history away by itself, which a cache under it notices.
     adapter = HyWorld(once=True) if plan.once else None
     return attach(stack, scheme, adapter=adapter, offload=plan.offload and stack.shape.host != "segments")
-
-
-def _timed(stack: Stack, number: int, steps: int, *, gpu: bool) -> dict[str, list[float]]:
-    """Seconds of a chunk's passes; between them nothing is waited for."""
-    marks, result = [_mark(gpu)], None
-    names = []
-    for name, made in stack.chunk(number, steps):
-        names.append(name)
-        result = made
-        marks.append(_mark(gpu))
-    if result is not None and not bool(result.isfinite().all()):  # which waits
-        raise StateError(f"chunk {number}: the stack gave numbers that are not finite, so nothing was measured")
-    passes: dict[str, list[float]] = {}
-    for name, begin, end in zip(names, marks, marks[1:], strict=False):
-        seconds = begin.elapsed_time(end) / 1000 if gpu else end - begin
-        passes.setdefault(name, []).append(seconds)
-    return passes
-
-
-def _mark(gpu: bool) -> Any:
-    """A point in time, on the GPU's clock where one works."""
-    if not gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _note(
@@ -264,18 +259,22 @@ def _note(
     return now
 
 
-def modelled(measured: Measured, beside: int) -> int:
+def modelled(measured: Measured, beside: int, *, once: bool = False) -> int:
     """Peak by the byte model: what was there, a pass of one layer, what the cache holds, and what its reads share.
 
     Args:
         measured: Under a compressed cache.
         beside: Bytes of a pass beside weights and cache.
+        once: Whether a read derives two encodings from what is stored, a unit: keys and values of twice the channels each.
 
-    >>> modelled(Measured("quantwm", held_nbytes=3, workspace_nbytes=2, before_nbytes=40), 5)
+    >>> modelled(Measured("quantwm", held_nbytes=3, workspace_nbytes=2, before_nbytes=40, unit_nbytes=2), 5)
     50
+    >>> modelled(Measured("quantwm", held_nbytes=3, workspace_nbytes=2, before_nbytes=40, unit_nbytes=2), 5, once=True)
+    54
     """
     cache = measured.held_nbytes + measured.workspace_nbytes + measured.staging_nbytes
-    return measured.before_nbytes + beside + cache
+    derived = 2 * measured.unit_nbytes if once else 0
+    return measured.before_nbytes + beside + cache + derived
 
 
 def _line(plan: Plan, stack: Stack, measured: Measured, beside: int) -> dict[str, Any]:
@@ -297,6 +296,6 @@ def _line(plan: Plan, stack: Stack, measured: Measured, beside: int) -> dict[str
         "tokens": stack.cached * stack.frame_tokens,
         "weight_nbytes": stack.weight_nbytes,
         "beside_nbytes": beside,
-        "model_nbytes": modelled(measured, beside),
+        "model_nbytes": modelled(measured, beside, once=plan.once),
         **asdict(measured),
     }

@@ -9,13 +9,13 @@ from importlib.resources import files
 from typing import Literal, Self
 
 from quantwm_core.errors import ParameterError, lookup
+from quantwm_eval.latents import frames_of, latents_of
 
 Host = Literal["rolling", "rebuilt", "segments"]
 """How a host keeps its cache: written chunk by chunk, made anew before each chunk, or before each segment."""
 
 TABLES = files(__package__) / "models"
 BF16_NBYTES = 2
-FRAMES_PER_LATENT = 4  # of video; the first latent frame is a single one
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ class Shape:
         >>> Shape.load("lingbot_world").latents(93)
         24
         """
-        found = (frames - 1) // FRAMES_PER_LATENT + 1
+        found = latents_of(frames)
         found -= 0 if self.host == "segments" else found % self.chunk
         least = self.chunk + (self.host == "segments")
         if found < least:
             raise ParameterError(
-                f"--frames {frames}: {self.title} needs {least} latent frames, {FRAMES_PER_LATENT * (least - 1) + 1} of video"
+                f"--frames {frames}: {self.title} needs {least} latent frames, {frames_of(least)} of video"
             )
         return found
 

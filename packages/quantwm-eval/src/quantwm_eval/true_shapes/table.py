@@ -10,8 +10,9 @@ from typing import Any
 from quantwm_core.errors import FormatError
 from quantwm_eval.markdown import listed
 from quantwm_eval.text_table import grid
-from quantwm_eval.true_shapes.measure import AGAIN, HOST, chunk_seconds
+from quantwm_eval.true_shapes.measure import AGAIN, HOST
 from quantwm_eval.true_shapes.shape import Shape
+from quantwm_eval.true_shapes.timing import chunk_seconds
 
 GIB = 2**30
 HEAD = ("cache", "at rest", "ratio", "peak", "of model", "s a chunk", "to host", "seal", "decode")
@@ -41,6 +42,11 @@ def key(line: Line) -> tuple[Any, ...]:
     """What lines have in common that were measured together."""
     names = ("model", "resolution", "frames", "window", "offload", "once", "layers_run", "steps_run", "tiny")
     return tuple(line[name] for name in names)
+
+
+def fits(line: Line) -> bool:
+    """Whether a video was made, or memory ran out."""
+    return not line.get("does_not_fit")  # lines of before the first that did not lack the entry
 
 
 def at_rest(line: Line) -> float:
@@ -100,8 +106,9 @@ def _one(lines: Sequence[Line]) -> str:
 
 def _rows(lines: Iterable[Line]) -> list[tuple[str, ...]]:
     every = list(lines)
-    hosts = [line for line in every if line["method"] in (HOST, AGAIN)]
-    return [_row(line, hosts) for line in every]
+    hosts = [line for line in every if line["method"] in (HOST, AGAIN) and fits(line)]
+    without = ("does not fit", *["-"] * (len(HEAD) - 2))
+    return [_row(line, hosts) if fits(line) else (line["method"], *without) for line in every]
 
 
 def slowdown(line: Line, hosts: Sequence[Line]) -> float:

@@ -249,10 +249,11 @@ class _WanLayer(_Layer):
 
     @uncompiled
     def leave(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Take the cache that the block made."""
+        """Take the cache that the block made, and let go of what it read."""
         try:
             return self._take(output)
         finally:
+            self.past = self.rotation = None
             super().leave(block, args, kwargs, output)
 
     def _take(self, output: Any) -> Any:
