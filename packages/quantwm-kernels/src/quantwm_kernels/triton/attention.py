@@ -116,7 +116,7 @@ def folded_unit(
         if first < stop:
             if rotates:
                 packed = packed_codes(address, size, byte, bits, first, inside, inside >= 0, KEY_GROUP)
-                keys = levels(packed, bits, BLOCK_TOKENS, KEY_RANK).to(tl.bfloat16)
+                keys = levels(packed, byte, bits, KEY_GROUP, BLOCK_TOKENS, KEY_RANK).to(tl.bfloat16)
             else:
                 keys = reconstructed(
                     key_row, stream, tokens, k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,

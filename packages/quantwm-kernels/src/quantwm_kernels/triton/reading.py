@@ -118,7 +118,7 @@ def read_products(
         exists = local < stop - first
         total = tl.zeros((BLOCK_TOKENS, WIDE), tl.float32)
         if keeps and FORM == TRANSFORM:
-            number = levels(ahead, width, BLOCK_TOKENS, RANK)
+            number = levels(ahead, byte, width, GROUP, BLOCK_TOKENS, RANK)
             following = first + BLOCK_TOKENS
             ahead = packed_codes(address, size, byte, width, following, local, local < stop - following, GROUP)
             total = product(number, kept, total)

@@ -134,9 +134,10 @@ def laid_out(row, stream, begin, COUNT: tl.constexpr):
 
 @triton.jit
 def packed_codes(address, size, byte, width, first, local, exists, GROUP: tl.constexpr):
-    """int32 ``[tokens, words]``: the codes of four directions each, the first lowest; garbage may stand above them.
+    """int32 ``[tokens, words]`` as they lie in memory, with the codes of four directions each; see :func:`levels`.
 
     Blocks of 8 bits come first, then those of 4: four codes never straddle a word, where tokens are whole words (``GROUP``).
+    Otherwise a word is put together, its codes lowest.
     """
     inside = exists[:, None] & (width > 0)[None, :]
     begin = address + first * size
@@ -145,7 +146,7 @@ def packed_codes(address, size, byte, width, first, local, exists, GROUP: tl.con
         offset = local[:, None] * (size // 4) + (byte // 4)[None, :]
         # Of another shape than what is stored, as which Triton would arrange it: a thread is to have tokens of one word.
         word = tl.load(words + offset[:, :, None], mask=inside[:, :, None], other=0)
-        packed = tl.reshape(word, (local.shape[0], byte.shape[0])) >> (byte % 4 * 8)[None, :]
+        packed = tl.reshape(word, (local.shape[0], byte.shape[0]))
     else:
         packed = tl.zeros((local.shape[0], byte.shape[0]), tl.int32)
         for part in tl.static_range(4):
@@ -171,8 +172,10 @@ def level(packed, width, direction: tl.constexpr):
 
 
 @triton.jit
-def levels(packed, width, BLOCK_TOKENS: tl.constexpr, COUNT: tl.constexpr):
-    """Matrix operand ``[tokens, COUNT]`` of packed codes."""
+def levels(packed, byte, width, GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COUNT: tl.constexpr):
+    """Matrix operand ``[tokens, COUNT]`` of what :func:`packed_codes` asked for: nothing waits for it before this does."""
+    if GROUP == DIRECTIONS_PER_WORD:
+        packed = packed >> (byte % 4 * 8)[None, :]
     even = tl.join(level(packed, width, 0), level(packed, width, 2))
     odd = tl.join(level(packed, width, 1), level(packed, width, 3))
     return tl.reshape(tl.join(even, odd), (BLOCK_TOKENS, COUNT)).to(MATRIX_DTYPE)
@@ -205,7 +208,7 @@ def numbers(
     if FORM == TRANSFORM:
         address, size, byte, width = laid_out(row, stream, begin, COUNT)
         packed = packed_codes(address, size, byte, width, first, local, exists, GROUP)
-        number = levels(packed, width, BLOCK_TOKENS, COUNT)
+        number = levels(packed, byte, width, GROUP, BLOCK_TOKENS, COUNT)
     else:
         direction = begin + tl.arange(0, COUNT)
         number = coordinates(row, stream, tokens, first, local, exists, direction, CHANNELS, GROUP)
