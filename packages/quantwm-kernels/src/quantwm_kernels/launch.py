@@ -76,7 +76,7 @@ LAUNCHES: Mapping[str, Launch] = {
     "decode_scales": Launch(blocks={"BLOCK": 1024}),
     "read": Launch(warps=2, blocks={"BLOCK_TOKENS": 16}, programs=16, most_tiles=8, registers=96),
     "read_wide": Launch(warps=2, blocks={"BLOCK_TOKENS": 16}, programs=16, most_tiles=8),
-    "read_product": Launch(warps=8, blocks={"BLOCK_TOKENS": 64}, programs=4, most_tiles=16),
+    "read_product": Launch(warps=4, blocks={"BLOCK_TOKENS": 64}, programs=4, most_tiles=32),
     "search_steps": Launch(blocks={"TILE": 8, "BLOCK_K": 16}, programs=8),
     "pack_directions": Launch(blocks={"TILE": 16}),
     "attend": Launch(warps=8, blocks={"BLOCK_QUERIES": 128, "BLOCK_TOKENS": 32}, programs=1, least_tiles=16),

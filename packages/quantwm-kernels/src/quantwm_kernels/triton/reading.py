@@ -33,11 +33,13 @@ from quantwm_kernels.triton.transform import (
     MOST_KEPT,
     coordinates,
     in_columns,
+    in_stored_rows,
     laid_out,
     levels,
     matrix_rows,
     means_of,
     packed_codes,
+    stored_rows,
     transformed,
     transformed_part,
 )
@@ -114,6 +116,7 @@ def read_products(
         address, size, byte, width = laid_out(row, stream, 0, RANK)
         ahead = packed_codes(address, size, byte, width, begin, local, local < stop - begin, GROUP)
     mean = means_of(row, stream, FORM, CHANNELS, WIDE, LANES)
+    stored = stored_rows(BLOCK_TOKENS)
     for first in range(begin, stop, BLOCK_TOKENS):
         exists = local < stop - first
         total = tl.zeros((BLOCK_TOKENS, WIDE), tl.float32)
@@ -144,19 +147,11 @@ def read_products(
             )
         total += mean[None, :]
         for part in tl.static_range((CHANNELS + part_width - 1) // part_width):
-            number = transformed_part(total, part, WORDS, LANES, BLOCK_TOKENS)
+            number = in_stored_rows(transformed_part(total, part, WORDS, LANES, BLOCK_TOKENS), part_width, BLOCK_TOKENS)
             write(
-                out + first * stride,
-                number,
-                local,
-                exists,
-                stride,
-                part * part_width,
-                CHANNELS,
-                LANES,
-                ALIGNED,
-                part_width,
-            )
+                out + first * stride, number, stored, stored < stop - first, stride, part * part_width,
+                CHANNELS, LANES, ALIGNED, part_width,
+            )  # fmt: skip
 
 
 @triton.jit

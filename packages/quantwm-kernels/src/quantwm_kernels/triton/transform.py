@@ -259,6 +259,21 @@ def rotated_queries(
 
 
 @triton.jit
+def stored_rows(BLOCK_TOKENS: tl.constexpr):
+    """Row of a tile that stands in each row of :func:`in_stored_rows`."""
+    row = tl.arange(0, BLOCK_TOKENS)
+    half: tl.constexpr = BLOCK_TOKENS // 2
+    return row % half // 8 * 16 + row // half * 8 + row % 8
+
+
+@triton.jit
+def in_stored_rows(number, WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """Rows in the order in which warps store them, so that none is exchanged: of its 16, a warp stores the first 8 of all, then the rest."""
+    rows = tl.reshape(number, (BLOCK_TOKENS // 16, 2, 8, WIDTH))
+    return tl.reshape(tl.permute(rows, (1, 0, 2, 3)), (BLOCK_TOKENS, WIDTH))
+
+
+@triton.jit
 def transformed_part(
     total, part: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, BLOCK_TOKENS: tl.constexpr
 ):  # fmt: skip
