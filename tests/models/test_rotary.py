@@ -58,15 +58,24 @@ def test_nothing_is_turned_by_nothing() -> None:
     assert torch.allclose(before_rotation(known, torch.zeros(4, 8)).mean, known.mean)
 
 
+CUDA = torch.cuda.is_available()
 TURNING = Turning(5, (0.9, 0.7, 0.5, 0.3, 0.1, 0.0, 0.0, 0.0))
 
 
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")])],
+)
 @pytest.mark.parametrize(("start", "tokens"), [(0, 5), (3, 14), (7, 1)])
-def test_a_still_moment_is_the_reference_s(start: int, tokens: int) -> None:
+def test_a_still_moment_is_the_reference_s(start: int, tokens: int, device: str) -> None:
     queries = torch.randn(2, 4, tokens, 16, generator=GENERATOR).bfloat16()
-    got, want = still_moment(queries, 2, start, TURNING), core.still_moment(to_numpy(queries), 2, start, TURNING)
+    got = still_moment(queries.to(device), 2, start, TURNING)
+    want = core.still_moment(to_numpy(queries), 2, start, TURNING)
+    assert got.mean.device.type == device
+    coming, expected = coming_moment(got, 12, 3, TURNING), core.coming_moment(want, 12, 3, TURNING)
+    assert torch.allclose(coming.mean.cpu(), torch.from_numpy(expected.mean), atol=1e-5 * float(want.mean.max()))
     assert got.queries == want.count == 2 * tokens
-    assert torch.allclose(got.mean, torch.from_numpy(want.mean), rtol=1e-5, atol=1e-5 * float(want.mean.max()))
+    assert torch.allclose(got.mean.cpu(), torch.from_numpy(want.mean), rtol=1e-5, atol=1e-5 * float(want.mean.max()))
 
 
 @pytest.mark.parametrize(("stop", "frames"), [(5, 1), (12, 7)])
