@@ -19,8 +19,8 @@ from quantwm_eval.commands.arguments import check_device, method_list, positive
 from quantwm_eval.experiment import MethodChoice
 from quantwm_eval.text_table import grid
 from quantwm_eval.true_shapes import budget_table, shape, table
-from quantwm_eval.true_shapes.measure import Plan
 from quantwm_eval.true_shapes.measure import run as measure
+from quantwm_eval.true_shapes.plan import Plan
 
 METHODS = ("quantwm", "qvg", "kivi")
 
