@@ -333,6 +333,13 @@ class LayerCache:
         Raises:
             StateError: The scheme looks ahead, which takes the positions of queries.
             ShapeError: The streams or the channels are not those of the keys.
+
+        >>> from quantwm_kernels.statistics import second_moment
+        >>> cache, (keys, values, queries) = LayerCache("quantwm"), torch.ones(3, 1, 2, 64, 32)
+        >>> cache.observe_moment(second_moment(queries, 2))
+        >>> cache.append(keys, values)
+        >>> cache.queries.past.queries
+        64
         """
         with self._located():
             self._contents = self._learning.told(self._contents, moment, self._geometry)

@@ -20,6 +20,7 @@ class LayerScope:
         ranks: See :attr:`quantwm_models.LayerCache.ranks`.
         advise: What would fit; asked only where memory ran out.
 
+    >>> import torch
     >>> with LayerScope(3, 1, lambda: "a window of 64 tokens would fit"):
     ...     raise torch.OutOfMemoryError("CUDA out of memory")
     Traceback (most recent call last):
