@@ -3,9 +3,13 @@
 Here sealings that are late by decree stand in for a GPU's, and a GPU's own are held against those of a CPU's kind at the end.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -14,22 +18,28 @@ from torch import Tensor
 from quantwm_core.errors import DomainError
 from quantwm_kernels.chunk import SealedChunk
 from quantwm_kernels.methods import begin_chunk
-from quantwm_models import LayerCache, Workspace, snapshot
+from quantwm_models import Attachment, LayerCache, Offload, Workspace, attach, snapshot
 from quantwm_models.errors import CacheMemoryError
 from quantwm_models.observer import CacheObserver
+from quantwm_models.store import pair
+from tests.models import chunks
+from tests.models.causal_forcing_host import CausalInferencePipeline
 from tests.models.chunks import bits, chunk, fill
+from tests.models.test_memory import exhausted
+from tests.models.wan_host import noise
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 class Late:
-    """A unit that can be read before it is waited for."""
+    """A unit that can be read before it is waited for, in memory of its own if another comes of it."""
 
-    def __init__(self, chunk: SealedChunk, waited: list[int], error: Exception | None) -> None:
+    def __init__(self, chunk: SealedChunk, waited: list[int], error: BaseException | None, other: bool) -> None:
         self.chunk, self.waited, self.error = chunk, waited, error
+        self.early = elsewhere(chunk) if other else chunk
 
     def readable(self) -> SealedChunk:
-        return self.chunk
+        return self.early
 
     def wait(self) -> SealedChunk:
         self.waited.append(self.chunk.start)
@@ -38,19 +48,33 @@ class Late:
         return self.chunk
 
 
-Decree = Callable[[Exception | None], list[int]]
+class Decree(Protocol):
+    """Makes sealings late from now on; returns the begins of units that were waited for."""
+
+    def __call__(self, error: BaseException | None, *, since: int = 0, other: bool = False) -> list[int]: ...
+
+
+def elsewhere(chunk: SealedChunk) -> SealedChunk:
+    """The same unit in other memory."""
+    keys, values = (
+        replace(each, arrays={name: array.clone() for name, array in each.arrays.items()})
+        for each in (chunk.keys, chunk.values)
+    )
+    return replace(chunk, keys=keys, values=values)
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Decree:
-    """Makes sealings late from now on; returns the begins of units that were waited for."""
+    """Sealings that are late, and fail with ``error`` if they begin at token ``since`` or later."""
 
-    def decree(error: Exception | None = None) -> list[int]:
+    def decree(error: BaseException | None, *, since: int = 0, other: bool = False) -> list[int]:
         waited: list[int] = []
-        monkeypatch.setattr(
-            "quantwm_models.contents.begin_chunk",
-            lambda *args: Late(begin_chunk(*args).wait(), waited, error),
-        )
+
+        def begin(*args: Any) -> Late:
+            chunk = begin_chunk(*args).wait()
+            return Late(chunk, waited, error if chunk.start >= since else None, other)
+
+        monkeypatch.setattr("quantwm_models.contents.begin_chunk", begin)
         return waited
 
     return decree
@@ -152,6 +176,270 @@ def test_a_unit_that_could_not_be_sealed_leaves_the_cache_as_it_was(
     first.overwrite(*chunk(3))
     first.append(*chunk(4))
     assert first.report().chunks_sealed == 1
+
+
+NAN = DomainError("keys hold NaN")
+
+
+def test_an_interrupted_wait_is_begun_again(late: Decree) -> None:
+    waited = late(KeyboardInterrupt())
+    first, second = layers()
+    fill(first, 2)
+    for count in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            second.append(*chunk(0))
+        assert waited == [0] * count, "who interrupts does not make a unit believed"
+        assert (first.tokens, second.tokens) == (32, 0)
+
+
+def test_what_goes_wrong_otherwise_is_not_believed_either(late: Decree) -> None:
+    first, second = layers()
+    fill(first, 1)
+    before = snapshot_of(first)
+    late(RuntimeError("CUDA error"))
+    first.append(*chunk(1))
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        second.append(*chunk(0))
+    assert snapshot_of(first) == before
+    late(None)
+    fill(second, 2)
+    assert second.report().chunks_sealed == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache: cache.append(*chunk(3)),
+        lambda cache: cache.seal(),
+        lambda cache: cache.evict(4, 30),
+        lambda cache: cache.evict(0, cache.tokens),
+    ],
+)
+@pytest.mark.parametrize("settings", [{}, {"window": 48}, {"window": 32, "sink": 8}, {"chunks_per_seal": 2}])
+def test_one_of_several_units_leaves_all_as_it_was(
+    late: Decree, call: Callable[[LayerCache], None], settings: dict[str, int]
+) -> None:
+    """Units that are sealed together, or whose tokens the same call evicts."""
+    (cache,) = layers(1, **settings)
+    fill(cache, 3)
+    cache.workspace.confirm()
+    before = snapshot_of(cache)
+    waited = late(NAN, since=cache.stream.sealed_end)
+    call(cache)
+    cache.read()
+    cache.observe(torch.ones(1, 2, 4, 16))
+    sealed = cache._unconfirmed is not None
+    with pytest.raises(DomainError, match="layer 0: chunk") if sealed else nullcontext():
+        cache.workspace.confirm()
+    assert bool(waited) == sealed
+    if sealed:
+        assert snapshot_of(cache) == before
+        late(None)
+        call(cache)
+    expected = layers(1, **settings)[0]
+    fill(expected, 3)
+    call(expected)
+    assert read(cache) == read(expected)
+    assert counts(cache) == counts(expected)
+
+
+def test_two_units_that_one_call_seals_are_both_waited_for(late: Decree) -> None:
+    (cache,) = layers(1, sink=8, window=64)
+    fill(cache, 1)
+    before = snapshot_of(cache)
+    for since, called in ((0, [0]), (8, [0, 8]), (16, [0, 8])):
+        waited = late(NAN, since=since)
+        fill(cache, 1, first=1)
+        assert [len(cache.stream.units), waited] == [2, []]
+        with pytest.raises(DomainError, match="layer 0: chunk 0") if since < 16 else nullcontext():
+            cache.workspace.confirm()
+        assert waited == called
+        assert (snapshot_of(cache) == before) == (since < 16)
+    assert cache.report().chunks_sealed == 2
+
+
+def test_what_memory_ran_out_for_is_not_taken_for_what_is_being_sealed(
+    late: Decree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = layers()
+    fill(second, 1)
+    late(NAN)
+    fill(first, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", exhausted)
+        with pytest.raises(CacheMemoryError, match=r"^layer 1: out of memory"):
+            second.read()
+    with pytest.raises(DomainError, match=r"^layer 0: chunk 0: keys hold NaN"):
+        second.overwrite(*chunk(3))
+
+
+def test_a_cache_is_freed_at_once_and_what_it_sealed_is_told_of(late: Decree) -> None:
+    late(NAN)
+    first, second = layers()
+    fill(first, 2)
+    gone = weakref.ref(first)
+    gc.collect()
+    gc.disable()
+    try:
+        del first
+        assert gone() is None
+    finally:
+        gc.enable()
+    with pytest.raises(DomainError, match=r"^layer 0: chunk 0: keys hold NaN"):
+        second.append(*chunk(0))
+    second.append(*chunk(0))
+    assert second.tokens == 16
+
+
+def test_caches_of_two_workspaces_wait_each_for_itself(late: Decree) -> None:
+    waited = late(NAN)
+    (first,), (second,) = layers(1), layers(1)
+    for cache in (first, second):
+        fill(cache, 2)
+    assert waited == []
+    for cache in (first, second):
+        with pytest.raises(DomainError):
+            cache.append(*chunk(2))
+        assert cache.tokens == 16
+    assert waited == [0, 0]
+
+
+def test_what_is_held_instead_is_not_mistaken_for_what_was_sealed(late: Decree, tmp_path: Path) -> None:
+    (saved,) = layers(1)
+    fill(saved, 3)
+    snapshot.save(saved, tmp_path / "saved")
+    waited = late(NAN)
+    first, second = layers()
+    fill(first, 2)
+    snapshot.load(first, tmp_path / "saved")
+    assert first.workspace.unconfirmed is None, "whose BF16 tokens would be kept"
+    second.append(*chunk(0))
+    assert waited == []
+    assert read(first) == read(saved)
+
+
+def test_a_rewound_cache_keeps_its_statistics(late: Decree) -> None:
+    waited = late(NAN)
+    (cache,) = layers(1)
+    fill(cache, 2)
+    asked = cache.queries.folded().past
+    cache.rewind()
+    late(None)
+    cache.append(*chunk(0))
+    assert waited == []
+    assert asked is not None
+    assert cache.queries.past is not None
+    assert cache.queries.past.queries == asked.queries
+
+
+def test_a_unit_that_becomes_another_is_planned_anew(late: Decree) -> None:
+    late(None, other=True)
+    (cache,) = layers(1)
+    fill(cache, 2)
+    before, version = read(cache), cache.version
+    early = next(iter(cache._contents.units.values()))
+    (chunk,) = cache.chunks
+    assert not set(places(early.chunk)) & set(places(chunk))
+    cache.workspace.release()
+    assert read(cache) == before
+    assert cache.version == version, "what hosts cloned stays current"
+    assert cache._contents.units[cache.stream.units[0]].serial == early.serial
+
+
+def test_what_a_graph_holds_stays_where_it_is(late: Decree, monkeypatch: pytest.MonkeyPatch) -> None:
+    late(None, other=True)
+    (cache,) = layers(1)
+    fill(cache, 2)
+    early = places(next(iter(cache._contents.units.values())).chunk)
+    with monkeypatch.context() as patch:
+        patch.setattr("quantwm_models.reads.capturing", lambda: True)
+        cache.read()
+    (chunk,) = cache.chunks
+    assert places(chunk) == early
+    fill(cache, 1, first=2)
+    assert places(cache.chunks[0]) == early
+    assert not set(places(cache.chunks[1])) & set(early)
+
+
+def test_halves_of_a_write_that_is_refused_begin_anew(late: Decree) -> None:
+    workspace = Workspace()
+    first, second = (LayerCache("quantwm", layer=layer, workspace=workspace, iterations=1) for layer in range(2))
+    stores = [pair(cache, (1, 64, 2, 16)) for cache in (first, second)]
+
+    def write(layer: int, number: int) -> None:
+        for store, half in zip(stores[layer], chunk(number), strict=True):
+            store[:, 16 * number : 16 * number + 16] = half.transpose(1, 2)
+
+    write(0, 0)
+    late(NAN)
+    write(0, 1)
+    first_keys, _ = stores[0]
+    first_keys[:, 16:32] = chunk(5)[0].transpose(1, 2)  # the values are still to come
+    with pytest.raises(DomainError, match=r"^layer 0"):
+        write(1, 0)
+    assert (first.tokens, second.tokens, first.half_written, second.half_written) == (16, 0, True, False)
+    late(None)
+    stores[0][1][:, 16:32] = chunk(5)[1].transpose(1, 2)
+    assert (first.tokens, first.half_written) == (32, False)
+    assert torch.equal(first.read(16, 32)[0], chunk(5)[0])
+    write(1, 0)
+    assert second.tokens == 16
+
+
+def test_leaving_a_host_tells_what_was_not_to_be_believed(late: Decree) -> None:
+    def attached() -> tuple[Attachment, CausalInferencePipeline]:
+        """A host whose last unit is being sealed."""
+        late(None)
+        host = CausalInferencePipeline()
+        attachment = attach(host, "quantwm", iterations=1)
+        host.inference(noise(0, 6))
+        attachment.caches[0].workspace.confirm()
+        late(NAN)
+        attachment.caches[0].append(*chunk(0, 24))
+        return attachment, host
+
+    known = vars(CausalInferencePipeline()).keys()
+    attachment, host = attached()
+    with pytest.raises(DomainError, match="layer 0: chunk"):
+        attachment.detach()
+    assert vars(host).keys() == known
+    attachment.detach()
+    attachment, host = attached()
+    with pytest.raises(DomainError, match="layer 0: chunk"), attachment:
+        pass
+    assert vars(host).keys() == known
+    attachment, host = attached()
+    with pytest.raises(ValueError, match="of the host"), attachment:
+        raise ValueError("of the host")
+    assert vars(host).keys() == known
+
+
+def test_a_history_that_host_memory_has_no_room_for_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    (cache,) = layers(1, offload=Offload())
+    cache.rebuild(*chunk(0, 32), None, [16, 16])
+    before, held = read(cache), snapshot_of(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr("quantwm_models.offload.packed", exhausted)
+        with pytest.raises(CacheMemoryError):
+            cache.rebuild(*chunk(1, 32), None, [16, 16])
+    assert snapshot_of(cache) == held
+    assert read(cache) == before
+
+
+def snapshot_of(cache: LayerCache) -> dict[str, Any]:
+    """All that a cache holds; its version only ever rises."""
+    return chunks.snapshot(cache) | {"version": None}
+
+
+def counts(cache: LayerCache) -> tuple[int, ...]:
+    report = cache.report()
+    return report.tokens, report.chunks_sealed, report.chunks_evicted, report.sealed_nbytes, report.active_nbytes
+
+
+def places(chunk: SealedChunk) -> list[int]:
+    """Where a unit's arrays lie, empty ones apart."""
+    arrays = (*chunk.keys.arrays.values(), *chunk.values.arrays.values())
+    return [array.data_ptr() for array in arrays if array.numel()]
 
 
 @gpu

@@ -119,6 +119,11 @@ def coming_moment(still: QueryMoment, stop: int, frames: int, turning: Turning) 
         stop: Token behind the unit's last.
         frames: How many frames to come, counted alike.
         turning: What the host will turn them by.
+
+    >>> still = QueryMoment(np.float32([[[[4.0, 0.0], [0.0, 0.0]]]]), 1)  # a quarter turn a frame, a token each
+    >>> coming_moment(still, 1, 1, Turning(1, (np.pi / 2,))).mean.round(6) + 0.0
+    array([[[[0., 0.],
+             [0., 4.]]]], dtype=float32)
     """
     first = turning.frames_before(stop)
     return QueryMoment(turned_moment(still.mean, turning.angles(first, first + frames)), still.count)

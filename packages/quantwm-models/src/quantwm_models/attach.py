@@ -52,17 +52,36 @@ class Attachment:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.detach()
+        self._restore()
+        if error is None:
+            self._confirm()
 
     def detach(self) -> None:
-        """Restore the host; calling it twice does no harm."""
+        """Restore the host; calling it twice does no harm.
+
+        Raises:
+            DomainError: The host is restored, but a GPU could not seal one of the last units, so what was read is not to be
+                believed; leaving a block says so, too, if no other error ended it.
+        """
+        self._restore()
+        self._confirm()
+
+    def _restore(self) -> None:
         if self._undo is not None:
             undo, self._undo = self._undo, None
             forget_recordings()
             undo()
 
+    def _confirm(self) -> None:
+        for cache in self.caches:
+            cache.workspace.confirm()
+
     def report(self) -> CacheReport:
-        """Sum over all layers since their caches were last made or cleared: the current video."""
+        """Sum over all layers since their caches were last made or cleared: the current video.
+
+        Raises:
+            DomainError: A GPU could not seal one of the last units.
+        """
         workspaces = {id(cache.workspace): cache.workspace.nbytes for cache in self.caches}
         offloads = {id(cache.offload): cache.offload.nbytes for cache in self.caches if cache.offload is not None}
         reports = (cache.report() for cache in self.caches)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,34 +12,30 @@ from jaxtyping import BFloat16, Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from quantwm_core.errors import DtypeError, ParameterError, QuantWMError, ShapeError, StateError, lookup
+from quantwm_core.errors import ParameterError, StateError, lookup
 from quantwm_core.method import Scheme
 from quantwm_core.method import scheme as make_scheme
 from quantwm_core.rotary import Turning
-from quantwm_core.stream import Span, Stream, is_whole
-from quantwm_kernels.bridge import check_detached
-from quantwm_kernels.chunk import SealedChunk, storage_nbytes, stored_nbytes
-from quantwm_kernels.launch import check_served, one_of, packed_attention_pays
+from quantwm_core.stream import Span, Stream
+from quantwm_kernels.chunk import SealedChunk
+from quantwm_kernels.launch import packed_attention_pays
 from quantwm_kernels.packed_attention import attend_packed
-from quantwm_kernels.reading import ReadPlan
-from quantwm_kernels.sealing import ACCEPTED
-from quantwm_kernels.statistics import QueryMoment, second_moment
+from quantwm_kernels.statistics import QueryMoment
 from quantwm_models.causality import CausalQueries
-from quantwm_models.contents import Contents, KeyFrame, Sealing, Unconfirmed, Unit, located, pieces, placed
-from quantwm_models.geometry import Geometry, exact_chunk
-from quantwm_models.memory import advice, explained, free_nbytes
+from quantwm_models.confirmation import Confirmation
+from quantwm_models.contents import Contents, KeyFrame, Sealing, Unconfirmed, Unit, located
+from quantwm_models.geometry import Geometry, check_queries, chunks_of, exact_chunk
+from quantwm_models.learning import Learning
+from quantwm_models.memory import advice, free_nbytes
 from quantwm_models.observer import CacheObserver
 from quantwm_models.offload import Offload, Staged
-from quantwm_models.report import CacheReport
-from quantwm_models.rotary import coming_moment, still_moment
-from quantwm_models.stopwatch import Stopwatch
+from quantwm_models.reads import Reads
+from quantwm_models.report import CacheReport, held
+from quantwm_models.scope import LayerScope
 from quantwm_models.workspace import Segment, Workspace
 
 AttentionPath = Literal["auto", "packed", "rotated", "decoded"]
 """How :meth:`LayerCache.attend` attends: from the packed cache (in two ways), after reading it, or as is faster."""
-
-# Different ranges that a host reads in turn between two chunks.
-MOST_PLANS = 8
 
 
 class LayerCache:
@@ -63,10 +58,6 @@ class LayerCache:
         parameters: Settings of the scheme when ``scheme`` is a name: ``rank=16``, ``values="bf16"``, ``decay=0.9``.
 
     Attributes:
-        turning: What statistics are turned to coming frames by; None where they are left as they were asked.
-        key_frame: Where keys are cached in another frame than that in which queries meet them: what makes of the moment of
-            the queries, which may then have other channels, the one that a unit's keys see, given its absolute tokens. None
-            where both are the same.
         expected: What the chunks of a host will be like, where the cache stands under one that says so beforehand.
         ranks: Of how many ranks each holds as many of the layer's heads; sums on a GPU then round as if this one held all, and
             the bytes are those of a single device.
@@ -105,12 +96,11 @@ class LayerCache:
             raise ParameterError(
                 f"parameters {sorted(parameters)} beside a ready scheme; give them to scheme() instead"
             )
-        _check_kind("workspace", workspace, Workspace)
-        _check_kind("offload", offload, Offload)
+        _check_shared("workspace", workspace, Workspace)
+        _check_shared("offload", offload, Offload)
         self.scheme = scheme if isinstance(scheme, Scheme) else make_scheme(scheme, **parameters)
         with located(f"layer {layer}"):
-            self.scheme.check_turning(turning)
-        self.turning = turning if self.scheme.frames_ahead else None
+            self._learning = Learning(self.scheme, turning)
         self._settings = Stream(self.scheme.chunks_per_seal, self.scheme.recent_tokens, sink, window)
         self.layer = layer
         self.observers = list(observers)
@@ -118,19 +108,32 @@ class LayerCache:
         self.workspace = Workspace() if workspace is None else workspace
         self.workspace.reserve(window or 0)
         self.offload = offload
-        # A method that states that it uses no queries is spared their statistics.
-        self._learns = self.scheme.uses_queries
         self._contents = self._nothing()
         self._geometry: Geometry | None = None
-        self._decoding = Stopwatch()
-        self._plans: dict[tuple[tuple[int, ...], tuple[tuple[Segment, int], ...]], ReadPlan] = {}
-        self._generation = 0
+        self._reads = Reads(self.workspace)
         self._unconfirmed: tuple[Unconfirmed, Contents, Geometry | None] | None = None
         self.version = 0
-        self.key_frame: KeyFrame | None = None
         self.expected: Geometry | None = None
         self.ranks = 1
         self.half_written = False
+
+    @property
+    def turning(self) -> Turning | None:
+        """What statistics are turned to coming frames by; None where they are left as they were asked."""
+        return self._learning.turning
+
+    @property
+    def key_frame(self) -> KeyFrame | None:
+        """What makes of the moment of queries the one that a unit's keys see, given the unit's absolute tokens.
+
+        For keys that are cached in another frame than that in which queries meet them, which may then have other channels;
+        None where both are the same.
+        """
+        return self._learning.key_frame
+
+    @key_frame.setter
+    def key_frame(self, frame: KeyFrame | None) -> None:
+        self._learning.key_frame = frame
 
     @property
     def tokens(self) -> int:
@@ -235,13 +238,15 @@ class LayerCache:
         """
         self.workspace.confirm()
         with self._located():
-            parts = [_split(name, each, tokens) for name, each in (("keys", keys), ("values", values))]
-            asked = [None] * len(tokens) if queries is None else _split("queries", queries, tokens)
+            parts = [chunks_of(name, each, tokens) for name, each in (("keys", keys), ("values", values))]
+            asked = [None] * len(tokens) if queries is None else chunks_of("queries", queries, tokens)
             made, geometry, told = self._rewound(), None, []
             for chunk in zip(*parts, asked, strict=True):
                 made, geometry, heard = self._grown(made, geometry, *chunk)
                 told += heard
             made = made.owned()
+            if geometry is not None:
+                made = self._moved(made, self.offload, geometry.device)
             self.rewind()
             self._commit(made, geometry)
             for each in told:
@@ -263,9 +268,8 @@ class LayerCache:
         grown = contents.append(exact_keys, exact_values)
         gone = contents.gone(grown)
         if queries is not None:
-            _check_queries(queries)
-            grown = self._observed(grown, queries, geometry)
-        settled = grown.complete().settle(self.scheme, self._frame)
+            grown = self._learning.observed(grown, queries, geometry)
+        settled = grown.complete().settle(self.scheme, self._learning.frame)
         return settled.contents, geometry, [((), gone), (settled.sealings, ())] if self.observers else []
 
     def overwrite(
@@ -304,8 +308,7 @@ class LayerCache:
                 :meth:`clear` or :meth:`restart` forgets it.
         """
         with self._located():
-            _check_queries(queries)
-            self._contents = self._observed(self._contents, queries, self._known())
+            self._contents = self._learning.observed(self._contents, queries, self._known())
 
     def foresee(self, queries: Float[Tensor, "batch heads tokens channels"]) -> None:
         """Fold queries of a host that asks before it has anything cached; they count for all that will be.
@@ -319,19 +322,7 @@ class LayerCache:
             DomainError: As :meth:`observe`.
         """
         with self._located():
-            if self._geometry is not None:
-                raise StateError("queries before the first chunk came after it; observe() them")
-            _check_queries(queries)
-            if queries.ndim != 4 or queries.numel() == 0:
-                raise ShapeError(f"queries: got {tuple(queries.shape)}, need [B, H, T, D], not empty")
-            if self._learns:
-                if self.turning is not None:
-                    raise StateError(
-                        "queries before the first chunk have no position to be turned from; set frames_ahead=0"
-                    )
-                contents, moment = self._contents, second_moment(queries, queries.shape[1])
-                known = contents.queries if contents.queries.groups else contents.queries.begin(0)
-                self._contents = replace(contents, queries=known.observe(moment))
+            self._contents = self._learning.foreseen(self._contents, queries, self._geometry)
 
     def observe_moment(self, moment: QueryMoment) -> None:
         """:meth:`observe`, or :meth:`foresee` where nothing is cached, queries whose second moment is known already.
@@ -342,20 +333,16 @@ class LayerCache:
         Raises:
             StateError: The scheme looks ahead, which takes the positions of queries.
             ShapeError: The streams or the channels are not those of the keys.
+
+        >>> from quantwm_kernels.statistics import second_moment
+        >>> cache, (keys, values, queries) = LayerCache("quantwm"), torch.ones(3, 1, 2, 64, 32)
+        >>> cache.observe_moment(second_moment(queries, 2))
+        >>> cache.append(keys, values)
+        >>> cache.queries.past.queries
+        64
         """
         with self._located():
-            shape, framed = tuple(moment.mean.shape), self.key_frame is not None
-            if self._geometry is not None:
-                batch, heads, channels, _, _ = self._geometry
-                if shape[:2] != (batch, heads) or not (framed or shape[2:] == (channels, channels)):
-                    raise ShapeError(f"moment: got {shape}, need {(batch, heads, channels, channels)}")
-            if self.turning is not None:
-                raise StateError("a moment of queries has no positions to be turned from; set frames_ahead=0")
-            if self._learns:
-                contents = self._contents
-                empty = self._geometry is None and not contents.queries.groups
-                known = contents.queries.begin(0) if empty else contents.queries
-                self._contents = replace(contents, queries=known.observe(moment))
+            self._contents = self._learning.told(self._contents, moment, self._geometry)
 
     def seal(self) -> None:
         """The active chunk is complete now: seal what is due without waiting for the next chunk.
@@ -400,7 +387,7 @@ class LayerCache:
             segments = self._contents.segments(first, last)
             keys_shape, values_shape = (known[0], known[1], known[2]), (known[0], known[1], known[3])
             keys, values = self.workspace.view(keys_shape, values_shape, last - first, known.device)
-            self._fill(segments, keys, values)
+            self._reads.fill(self._contents, segments, (keys, values), self._staged)
             return keys, values
 
     def attend(
@@ -418,7 +405,7 @@ class LayerCache:
             QuantWMError: As :meth:`observe` and :meth:`read`.
         """
         with self._located():
-            _check_queries(queries)
+            check_queries(queries)
         if self._attends_packed(queries):
             return self._attend_packed(queries, start, stop)
         keys, values = self.read(start, stop)
@@ -456,13 +443,13 @@ class LayerCache:
             geometry: Of their chunks; None where there are none.
         """
         before = self.stream.live
-        self._unconfirmed = None
-        self._contents, self._geometry, self._decoding = contents, geometry, Stopwatch()
-        self._plans.clear()
+        if self._unconfirmed is not None:
+            self._unconfirmed = self.workspace.unconfirmed = None
+        self._contents, self._geometry = contents, geometry
+        self._reads.restart()
         if self.offload is not None:
             self.offload.forget(self)
-            if geometry is not None:
-                self.offload.expect(self, tuple(contents.units.values()), geometry.device)
+        self._expect(contents, self.offload, geometry)
         self.version += 1
         for observer in self.observers:
             for span in before:
@@ -473,7 +460,7 @@ class LayerCache:
 
     def store_in(self, offload: Offload | None) -> None:
         """Keep sealed units in host memory from now on, those of before too; None brings them back."""
-        _check_kind("offload", offload, Offload)
+        _check_shared("offload", offload, Offload)
         if offload is self.offload:
             return
         self.workspace.confirm()
@@ -481,35 +468,26 @@ class LayerCache:
             before, contents = self.offload, self._contents
             if self._geometry is not None:
                 contents = self._moved(contents, offload, self._geometry.device)
+            self._expect(contents, offload, self._geometry)
             self.offload, self._contents = offload, contents
-            self._plans.clear()
+            self._reads.forget()
             if before is not None:
                 before.forget(self)
 
     def report(self) -> CacheReport:
-        """What the cache holds and what it cost since it was cleared; on a GPU this waits for the reads that were launched."""
-        contents = self.contents
-        sealed = sum(piece.span.tokens for piece in contents.stream.read() if piece.unit is not None)
-        width = 0
-        if self._geometry is not None:
-            batch, heads, key_channels, value_channels, _ = self._geometry
-            width = 2 * batch * heads * (key_channels + value_channels)
-        own, shared = stored_nbytes(unit.chunk for unit in contents.units.values())
-        return CacheReport(
-            tokens=contents.stream.tokens,
-            sealed_tokens=sealed,
-            sealed_bf16_nbytes=sealed * width,
-            sealed_nbytes=own + shared,
-            shared_nbytes=shared,
-            active_nbytes=storage_nbytes(tensor for piece in contents.exact for tensor in (piece.keys, piece.values)),
-            host_nbytes=sum(unit.block.nbytes for unit in contents.units.values() if unit.block is not None),
+        """What the cache holds and what it cost since it was cleared; on a GPU this waits for what was launched.
+
+        Raises:
+            DomainError: As :meth:`append`, of a unit that a GPU could not seal.
+        """
+        return self._report(self.contents)
+
+    def _report(self, contents: Contents) -> CacheReport:
+        return replace(
+            held(contents, self._geometry),
             staging_nbytes=0 if self.offload is None else self.offload.nbytes,
-            state_nbytes=contents.queries.nbytes,
             workspace_nbytes=self.workspace.nbytes,
-            chunks_sealed=contents.chunks_sealed,
-            chunks_evicted=contents.chunks_evicted,
-            seal_seconds=contents.seal_seconds,
-            decode_seconds=self._decoding.seconds(),
+            decode_seconds=self._reads.seconds(),
         )
 
     def _nothing(self) -> Contents:
@@ -521,18 +499,19 @@ class LayerCache:
         What a GPU seals is read at once and believed later, when this cache or that of another layer changes: a wait for each
         layer would leave the GPU idle. Observers, and host memory, take what is certain.
         """
-        before, geometry_before = self._contents, self._geometry
+        before = self._contents
         certain = self.offload is not None or bool(self.observers)
-        settled, sealings, unconfirmed = contents.settle(self.scheme, self._frame, wait=certain)
+        settled, sealings, unconfirmed = contents.settle(self.scheme, self._learning.frame, wait=certain)
         if geometry is not None:
             settled = self._moved(settled, self.offload, geometry.device)
+            self._expect(settled, self.offload, geometry)
         if settled.units.keys() != before.units.keys():
-            self._plans.clear()  # a plan keeps its units alive
+            self._reads.forget()  # a plan keeps its units alive
+        if unconfirmed is not None:
+            self._unconfirmed = (unconfirmed, before, self._geometry)
+            self.workspace.unconfirmed = Confirmation(self.layer, unconfirmed, self._confirm)
         self._contents, self._geometry = settled, geometry
         self.version += 1
-        if unconfirmed is not None:
-            self._unconfirmed = (unconfirmed, before, geometry_before)
-            self.workspace.unconfirmed = self._confirm
         self._tell(sealings, before.gone(settled))
 
     def _confirm(self) -> None:
@@ -546,14 +525,14 @@ class LayerCache:
         unconfirmed, before, geometry = self._unconfirmed
         with self._located():
             try:
-                contents = unconfirmed.confirm(self._contents)
-            except (QuantWMError, torch.OutOfMemoryError):
+                contents = unconfirmed.confirm(self._contents, keep=self._reads.captured)
+            except Exception:
                 self._contents, self._geometry, self._unconfirmed = before, geometry, None
-                self._plans.clear()
+                self._reads.forget()
                 self.version += 1
                 raise
         if any(contents.units[span] is not unit for span, unit in self._contents.units.items()):
-            self._plans.clear()  # what is stored in another way now
+            self._reads.forget()  # what is stored in another way now
         self._contents, self._unconfirmed = contents, None
 
     def _tell(self, sealings: Sequence[Sealing], gone: Sequence[Span]) -> None:
@@ -564,66 +543,34 @@ class LayerCache:
             for span in gone:
                 observer.evicted(self, *span)
 
-    def _observed(self, contents: Contents, queries: Tensor, known: Geometry) -> Contents:
-        """The contents after an attention call's queries."""
-        batch, heads, channels, _, _ = known
-        # Queries may have other channels where the frame says what they are to the keys.
-        framed = self.key_frame is not None
-        fits = queries.ndim == 4 and queries.shape[0] == batch and (framed or queries.shape[3] == channels)
-        if not fits or queries.shape[1] % heads:
-            raise ShapeError(f"queries: got {tuple(queries.shape)}, need [{batch}, multiple of {heads}, T, {channels}]")
-        if not self._learns:
-            return contents
-        return replace(contents, queries=contents.queries.observe(self._moment(queries, heads, contents.stream.end)))
-
-    @property
-    def _frame(self) -> KeyFrame | None:
-        """What makes of the moment that is kept the one that a unit is sealed with."""
-        turning, ahead = self.turning, self.scheme.frames_ahead
-        if turning is None:
-            return self.key_frame
-        return lambda moment, span: coming_moment(moment, span.stop, ahead, turning)
-
-    def _moment(self, queries: Tensor, heads: int, end: int) -> QueryMoment:
-        """Moment of queries of the tokens up to absolute ``end``, as it is kept."""
-        if self.turning is None:
-            return second_moment(queries, heads)
-        start = end - queries.shape[2]
-        if start < 0 or start == end:
-            raise ShapeError(f"queries of {queries.shape[2]} tokens after {end} came; need those of the newest tokens")
-        return still_moment(queries, heads, start, self.turning)
-
     def _moved(self, contents: Contents, offload: Offload | None, device: torch.device) -> Contents:
         """The contents with their units where they are to be kept."""
         if offload is None:
             return contents.moved(lambda unit: unit if unit.block is None else Unit(unit.serial, unit.chunk.to(device)))
-        moved = contents.moved(lambda unit: offload.take(unit, device))
-        offload.expect(self, tuple(moved.units.values()), device)
-        return moved
+        return contents.moved(lambda unit: offload.take(unit, device))
 
-    @contextmanager
-    def _staged(self, segments: Sequence[Segment]) -> Iterator[Staged]:
+    def _expect(self, contents: Contents, offload: Offload | None, geometry: Geometry | None) -> None:
+        """Let host memory know which units reads need."""
+        if offload is not None and geometry is not None:
+            offload.expect(self, tuple(contents.units.values()), geometry.device)
+
+    def _staged(self, segments: Sequence[Segment]) -> AbstractContextManager[Staged]:
         """The units where they can be read, brought there if ``segments`` are of any."""
         units = tuple(self._contents.units.values())
         if self.offload is None or not {unit.serial for unit in units} & {segment.source for segment in segments}:
-            yield Staged((), units)
-            return
-        with self.offload.staged(self) as staged:
-            if staged.key[0] != self._generation:
-                self._generation = staged.key[0]
-                self._plans.clear()  # they keep memory alive that was given back
-            yield staged
+            return nullcontext(Staged((), units))
+        return self.offload.staged(self)
 
-    def _located(self) -> _Located:
+    def _located(self) -> LayerScope:
         """Name the layer in errors, say what would fit where memory ran out, and launch as one of the layer's ranks."""
-        return _Located(self)
+        return LayerScope(self.layer, self.ranks, self._advice)
 
     def _advice(self) -> str:
+        # What is being sealed is not waited for: its error would be taken for this one.
         token, device = 0, torch.device("cpu")
         if self._geometry is not None:
-            batch, heads, key_channels, value_channels, device = self._geometry
-            token = 2 * batch * heads * (key_channels + value_channels)
-        return advice(self.report(), token, free_nbytes(device), offloaded=self.offload is not None)
+            token, device = self._geometry.token_nbytes, self._geometry.device
+        return advice(self._report(self._contents), token, free_nbytes(device), offloaded=self.offload is not None)
 
     def _known(self) -> Geometry:
         if self._geometry is None:
@@ -649,82 +596,15 @@ class LayerCache:
                 keys, values = (torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
                 exact = [(keys, values)]
             with self._staged(segments) as staged:
-                plan, rotated = self._plan_of(segments, staged), self.attention == "rotated"
+                plan, rotated = self._reads.plan(segments, staged), self.attention == "rotated"
                 attended = attend_packed(queries, plan, exact, rotated=rotated)
         self.observe(queries)
         if self.observers:
             self.tell_attended(queries, *self.read(start, stop), start, stop)
         return attended.output.to(queries.dtype)
 
-    def _fill(self, segments: tuple[Segment, ...], keys: Tensor, values: Tensor) -> None:
-        """Bring the workspace's views to hold ``segments``; leading ones that are there already are kept."""
-        kept = self.workspace.kept(segments)
-        if kept == len(segments):
-            return
-        begun = self._decoding.start(keys.device)
-        self.workspace.holds(segments[:kept])
-        offset = sum(segment.stop - segment.start for segment in segments[:kept])
-        missing = segments[kept:]
-        with self._staged(missing) as staged:
-            self._plan_of(missing, staged).into(keys[:, :, offset:], values[:, :, offset:])
-        self._contents.write_exact(missing, keys[:, :, offset:], values[:, :, offset:])
-        self.workspace.holds(segments)
-        self._decoding.stop(begun)
 
-    def _plan_of(self, segments: tuple[Segment, ...], staged: Staged) -> ReadPlan:
-        """How to reconstruct the sealed ones among ``segments``, made once as long as no unit comes or goes."""
-        sealed = {unit.serial for unit in staged.units}
-        wanted = tuple((segment, place) for segment, place in placed(segments) if segment.source in sealed)
-        if (staged.key, wanted) not in self._plans:
-            if len(self._plans) == MOST_PLANS:
-                self._plans.clear()
-            self._plans[staged.key, wanted] = ReadPlan(pieces(segments, staged.chunks()))
-        return self._plans[staged.key, wanted]
-
-
-class _Located:
-    """A context that costs next to nothing without an error: hosts that wait for every layer wait for its cache, too."""
-
-    def __init__(self, cache: LayerCache) -> None:
-        self._cache = cache
-        self._shared = None if cache.ranks == 1 else one_of(cache.ranks)
-
-    def __enter__(self) -> None:
-        if self._shared is not None:
-            self._shared.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._shared is not None:
-            self._shared.__exit__(kind, error, trace)
-        if error is not None:
-            cache = self._cache
-            with located(f"layer {cache.layer}"), explained(cache._advice):  # noqa: SLF001 - its own cache
-                raise error
-
-
-def _check_kind(name: str, value: object, kind: type) -> None:
+def _check_shared(name: str, value: object, kind: type) -> None:
     """Refuse what layers cannot share."""
     if value is not None and not isinstance(value, kind):
         raise ParameterError(f"{name} {value!r}: need {kind.__name__}() or None; layers can share one")
-
-
-def _check_queries(queries: Tensor) -> None:
-    """Refuse what no statistics can be made of."""
-    check_detached(queries, "queries")
-    check_served(queries, "queries")
-    if queries.dtype not in ACCEPTED:
-        raise DtypeError(f"queries: got {queries.dtype}, need torch.bfloat16, float16 or float32")
-
-
-def _split(name: str, tensor: Tensor, tokens: Sequence[int]) -> Sequence[Tensor]:
-    """Chunks of ``tokens`` of ``[B, H, N, D]``."""
-    check_detached(tensor, name)
-    if not all(is_whole(each) and each > 0 for each in tokens):
-        raise ShapeError(f"{name}: chunks of {list(tokens)} tokens; need whole numbers above 0")
-    if not tokens or tensor.ndim != 4 or tensor.shape[2] != sum(tokens):
-        raise ShapeError(
-            f"{name}: got {tuple(tensor.shape)}, need [B, H, N, D] of {sum(tokens)} tokens, {list(tokens)}"
-        )
-    return tensor.split(list(tokens), dim=2)

@@ -68,17 +68,31 @@ class Unconfirmed(NamedTuple):
     begun: tuple[tuple[str, Span, PendingChunk], ...]
     watch: Stopwatch
 
-    def confirm(self, contents: Contents) -> Contents:
-        """``contents``, which hold the units, with what became of them; waits for their sealing.
+    def wait(self) -> tuple[tuple[Span, SealedChunk], ...]:
+        """Wait for the units, each with its span.
 
         Raises:
-            DomainError: A unit cannot be sealed.
+            DomainError: One cannot be sealed.
         """
-        units = dict(contents.units)
+        made = []
         for name, span, pending in self.begun:
             with located(name), _advised():
-                chunk = pending.wait()
-            if span in units and not _stored_alike(units[span].chunk, chunk):
+                made.append((span, pending.wait()))
+        return tuple(made)
+
+    def confirm(self, contents: Contents, *, keep: bool = False) -> Contents:
+        """``contents``, which hold the units, with what became of them; waits for their sealing.
+
+        Args:
+            contents: Now.
+            keep: Leave the units in the memory where they are read already, though less would do.
+
+        Raises:
+            DomainError: As :meth:`wait`.
+        """
+        units = dict(contents.units)
+        for span, chunk in self.wait():
+            if not keep and span in units and not _stored_alike(units[span].chunk, chunk):
                 units[span] = units[span]._replace(chunk=chunk)
         return replace(contents, units=units, seal_seconds=contents.seal_seconds + self.watch.seconds())
 

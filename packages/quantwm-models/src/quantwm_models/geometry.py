@@ -1,13 +1,15 @@
-"""Checking and copying what a host appends."""
+"""Checking what a host hands over, and copying what it appends."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantwm_core.errors import DtypeError, ShapeError
+from quantwm_core.stream import is_whole
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.launch import ceil_div, check_served
 from quantwm_kernels.sealing import ACCEPTED
@@ -21,6 +23,15 @@ class Geometry(NamedTuple):
     key_channels: int
     value_channels: int
     device: torch.device
+
+    @property
+    def token_nbytes(self) -> int:
+        """BF16 bytes of a token's keys and values.
+
+        >>> Geometry(1, 2, 64, 32, torch.device("cpu")).token_nbytes
+        384
+        """
+        return 2 * self.batch * self.heads * (self.key_channels + self.value_channels)
 
 
 def exact_chunk(
@@ -40,6 +51,12 @@ def exact_chunk(
 
     >>> exact_chunk(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 8), None)[2][:4]
     (1, 2, 4, 8)
+
+    What is BF16 and handed over is not copied:
+
+    >>> keys, values = torch.ones(2, 1, 2, 3, 4, dtype=torch.bfloat16)
+    >>> exact_chunk(keys, values, None, copy=False)[0] is keys, exact_chunk(keys, values, None)[0] is keys
+    (True, False)
     """
     for name, tensor in (("keys", keys), ("values", values)):
         check_detached(tensor, name)
@@ -58,6 +75,45 @@ def exact_chunk(
         return keys.to(torch.bfloat16), values.to(torch.bfloat16), geometry
     copies = [torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device) for tensor in (keys, values)]
     return copies[0].copy_(keys), copies[1].copy_(values), geometry
+
+
+def chunks_of(name: str, tensor: Tensor, tokens: Sequence[int]) -> Sequence[Tensor]:
+    """The chunks of so many ``tokens`` each that ``[B, H, N, D]`` consists of.
+
+    Raises:
+        StateError: The tensor requires grad.
+        ShapeError: It is not of so many tokens.
+
+    >>> [tuple(each.shape) for each in chunks_of("keys", torch.ones(1, 2, 5, 4), [3, 2])]
+    [(1, 2, 3, 4), (1, 2, 2, 4)]
+    """
+    check_detached(tensor, name)
+    if not all(is_whole(each) and each > 0 for each in tokens):
+        raise ShapeError(f"{name}: chunks of {list(tokens)} tokens; need whole numbers above 0")
+    if not tokens or tensor.ndim != 4 or tensor.shape[2] != sum(tokens):
+        raise ShapeError(
+            f"{name}: got {tuple(tensor.shape)}, need [B, H, N, D] of {sum(tokens)} tokens, {list(tokens)}"
+        )
+    return tensor.split(list(tokens), dim=2)
+
+
+def check_queries(queries: Tensor) -> None:
+    """Refuse what no statistics can be made of.
+
+    Raises:
+        StateError: The queries require grad.
+        DeviceError: They live where no implementation serves them.
+        DtypeError: They are of another number format.
+
+    >>> check_queries(torch.ones(1, 2, 3, 4, dtype=torch.int8))
+    Traceback (most recent call last):
+    ...
+    quantwm_core.errors.DtypeError: queries: got torch.int8, need torch.bfloat16, float16 or float32
+    """
+    check_detached(queries, "queries")
+    check_served(queries, "queries")
+    if queries.dtype not in ACCEPTED:
+        raise DtypeError(f"queries: got {queries.dtype}, need torch.bfloat16, float16 or float32")
 
 
 def shared_by(heads: int, own: int) -> int:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
+from quantwm_kernels.chunk import storage_nbytes, stored_nbytes
+from quantwm_models.contents import Contents
+from quantwm_models.geometry import Geometry
+
 
 @dataclass(frozen=True)
 class CacheReport:
@@ -84,6 +88,25 @@ class CacheReport:
         """
         stored = self.sealed_nbytes + self.active_nbytes
         return (self.sealed_bf16_nbytes + self.active_nbytes) / stored if stored else 1.0
+
+
+def held(contents: Contents, geometry: Geometry | None) -> CacheReport:
+    """What is to be said of one layer's contents; reads, and what layers share, are not among them."""
+    sealed = sum(piece.span.tokens for piece in contents.stream.read() if piece.unit is not None)
+    own, shared = stored_nbytes(unit.chunk for unit in contents.units.values())
+    return CacheReport(
+        tokens=contents.stream.tokens,
+        sealed_tokens=sealed,
+        sealed_bf16_nbytes=0 if geometry is None else sealed * geometry.token_nbytes,
+        sealed_nbytes=own + shared,
+        shared_nbytes=shared,
+        active_nbytes=storage_nbytes(tensor for piece in contents.exact for tensor in (piece.keys, piece.values)),
+        host_nbytes=sum(unit.block.nbytes for unit in contents.units.values() if unit.block is not None),
+        state_nbytes=contents.queries.nbytes,
+        chunks_sealed=contents.chunks_sealed,
+        chunks_evicted=contents.chunks_evicted,
+        seal_seconds=contents.seal_seconds,
+    )
 
 
 def total(reports: Iterable[CacheReport], workspace_nbytes: int, staging_nbytes: int = 0) -> CacheReport:

@@ -69,6 +69,10 @@ def still_moment(
 
     Raises:
         ShapeError: The rates are not of so many channels.
+
+    >>> asked = torch.tensor([[[[2.0, 0.0], [0.0, 2.0]]]])  # a quarter turn a frame, a token each
+    >>> still_moment(asked, 1, 0, Turning(1, (torch.pi / 2,))).mean.round().abs().tolist()
+    [[[[4.0, 0.0], [0.0, 0.0]]]]
     """
     turning.check_channels(queries.shape[-1])
     rates = _rates(turning, queries.device)
@@ -80,7 +84,14 @@ def still_moment(
 
 
 def coming_moment(still: QueryMoment, stop: int, frames: int, turning: Turning) -> QueryMoment:
-    """:func:`quantwm_core.rotary.coming_moment`."""
+    """:func:`quantwm_core.rotary.coming_moment`, on the device of ``still``.
+
+    >>> still, turning = QueryMoment(torch.tensor([[[[4.0, 0.0], [0.0, 0.0]]]]), 1), Turning(1, (torch.pi / 2,))
+    >>> coming_moment(still, 1, 1, turning).mean.round().abs().tolist()
+    [[[[0.0, 0.0], [0.0, 4.0]]]]
+    >>> coming_moment(still, 1, 2, turning).mean.round().abs().tolist()
+    [[[[2.0, 0.0], [0.0, 2.0]]]]
+    """
     first = turning.frames_before(stop)
     numbers = torch.arange(first, first + frames, dtype=torch.float64, device=still.mean.device)
     return before_rotation(still, -numbers[:, None] * _rates(turning, still.mean.device))

@@ -23,6 +23,7 @@ from quantwm_kernels.tensor_file import TensorFile, available_device, opened, wr
 from quantwm_models.attach import Attachment
 from quantwm_models.cache import LayerCache
 from quantwm_models.contents import located
+from quantwm_models.counter import Counter
 from quantwm_models.memory import explained
 from quantwm_models.recorded import Recorder, Source
 from quantwm_models.store import Store
@@ -63,7 +64,10 @@ def save(caches: Caches, path: str | os.PathLike[str], extra: Mapping[str, Tenso
     (256, True)
     """
     adapter, placed = _placed(caches)
-    tensors = {_EXTRA + name: tensor for name, tensor in (extra or {}).items()}
+    tensors = {
+        _EXTRA + name: tensor.tensor() if isinstance(tensor, Counter) else tensor
+        for name, tensor in (extra or {}).items()
+    }
     told = []
     for number, (place, cache) in enumerate(placed):
         _check_whole(cache)

@@ -52,9 +52,14 @@ class Workspace:
         Raises:
             DomainError: It cannot be sealed; the message names the layer, and its cache is as it was.
         """
-        unconfirmed, self.unconfirmed = self.unconfirmed, None
-        if unconfirmed is not None:
-            unconfirmed()
+        if self.unconfirmed is None:
+            return
+        try:
+            self.unconfirmed()
+        except Exception:
+            self.unconfirmed = None  # that layer has decided; after an interrupt it is asked again
+            raise
+        self.unconfirmed = None
 
     @property
     def nbytes(self) -> int:

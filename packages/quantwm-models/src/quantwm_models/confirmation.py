@@ -1,0 +1,38 @@
+"""Waiting for units that a GPU seals while they are read already."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from quantwm_models.contents import Unconfirmed, located
+
+
+class Confirmation:
+    """Waits for what one cache seals.
+
+    The cache is not kept alive. Where it is gone, it is still told, by the error, that its last units were not to be believed.
+
+    Args:
+        layer: Number of the cache's layer.
+        units: What is being sealed.
+        believe: The cache's own method, which takes what became of them.
+    """
+
+    def __init__(self, layer: int, units: Unconfirmed, believe: Callable[[], None]) -> None:
+        self._layer = layer
+        self._units = units
+        self._believe = weakref.WeakMethod(believe)
+
+    def __call__(self) -> None:
+        """Wait.
+
+        Raises:
+            DomainError: A unit cannot be sealed; the message names the layer.
+        """
+        believe = self._believe()
+        if believe is not None:
+            believe()
+            return
+        with located(f"layer {self._layer}"):
+            self._units.wait()

@@ -1,0 +1,94 @@
+"""What a layer's cache learns from queries, and in which frame its units are sealed with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from quantwm_core.errors import ShapeError, StateError
+from quantwm_core.method import Scheme
+from quantwm_core.rotary import Turning
+from quantwm_kernels.statistics import QueryMoment, second_moment
+from quantwm_models.contents import Contents, KeyFrame
+from quantwm_models.geometry import Geometry, check_queries
+from quantwm_models.rotary import coming_moment, still_moment
+
+
+class Learning:
+    """Folds queries into the statistics of contents, of which it returns new ones.
+
+    Args:
+        scheme: What is learned for; a scheme that uses no queries is spared their statistics.
+        turning: How the host's positions turn queries, for schemes that look ahead.
+
+    Attributes:
+        turning, key_frame: As those of :class:`quantwm_models.LayerCache`.
+    """
+
+    def __init__(self, scheme: Scheme, turning: Turning | None) -> None:
+        scheme.check_turning(turning)
+        self.turning = turning if scheme.frames_ahead else None
+        self.key_frame: KeyFrame | None = None
+        self._ahead = scheme.frames_ahead
+        self._learns = scheme.uses_queries
+
+    @property
+    def frame(self) -> KeyFrame | None:
+        """What makes of the moment that is kept the one that a unit is sealed with."""
+        turning, ahead = self.turning, self._ahead
+        if turning is None:
+            return self.key_frame
+        return lambda moment, span: coming_moment(moment, span.stop, ahead, turning)
+
+    def observed(self, contents: Contents, queries: Tensor, known: Geometry) -> Contents:
+        """The contents after an attention call's queries; see :meth:`quantwm_models.LayerCache.observe`."""
+        check_queries(queries)
+        batch, heads, channels, _, _ = known
+        # Queries may have other channels where the frame says what they are to the keys.
+        framed = self.key_frame is not None
+        fits = queries.ndim == 4 and queries.shape[0] == batch and (framed or queries.shape[3] == channels)
+        if not fits or queries.shape[1] % heads:
+            raise ShapeError(f"queries: got {tuple(queries.shape)}, need [{batch}, multiple of {heads}, T, {channels}]")
+        if not self._learns:
+            return contents
+        return replace(contents, queries=contents.queries.observe(self._moment(queries, heads, contents.stream.end)))
+
+    def foreseen(self, contents: Contents, queries: Tensor, known: Geometry | None) -> Contents:
+        """The same before the first chunk; see :meth:`quantwm_models.LayerCache.foresee`."""
+        if known is not None:
+            raise StateError("queries before the first chunk came after it; observe() them")
+        check_queries(queries)
+        if queries.ndim != 4 or queries.numel() == 0:
+            raise ShapeError(f"queries: got {tuple(queries.shape)}, need [B, H, T, D], not empty")
+        if not self._learns:
+            return contents
+        if self.turning is not None:
+            raise StateError("queries before the first chunk have no position to be turned from; set frames_ahead=0")
+        return _counted(contents, second_moment(queries, queries.shape[1]))
+
+    def told(self, contents: Contents, moment: QueryMoment, known: Geometry | None) -> Contents:
+        """The same of a moment; see :meth:`quantwm_models.LayerCache.observe_moment`."""
+        shape, framed = tuple(moment.mean.shape), self.key_frame is not None
+        if known is not None:
+            batch, heads, channels, _, _ = known
+            if shape[:2] != (batch, heads) or not (framed or shape[2:] == (channels, channels)):
+                raise ShapeError(f"moment: got {shape}, need {(batch, heads, channels, channels)}")
+        if self.turning is not None:
+            raise StateError("a moment of queries has no positions to be turned from; set frames_ahead=0")
+        return _counted(contents, moment) if self._learns else contents
+
+    def _moment(self, queries: Tensor, heads: int, end: int) -> QueryMoment:
+        """Moment of queries of the tokens up to absolute ``end``, as it is kept."""
+        if self.turning is None:
+            return second_moment(queries, heads)
+        start = end - queries.shape[2]
+        if start < 0 or start == end:
+            raise ShapeError(f"queries of {queries.shape[2]} tokens after {end} came; need those of the newest tokens")
+        return still_moment(queries, heads, start, self.turning)
+
+
+def _counted(contents: Contents, moment: QueryMoment) -> Contents:
+    """The contents after queries of that moment, which may come before any chunk."""
+    known = contents.queries if contents.queries.groups else contents.queries.begin(0)
+    return replace(contents, queries=known.observe(moment))
