@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 import torch
 from jaxtyping import BFloat16, Float
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from quantwm_core.errors import ParameterError, StateError, lookup
 from quantwm_core.method import Scheme
@@ -18,13 +17,13 @@ from quantwm_core.method import scheme as make_scheme
 from quantwm_core.rotary import Turning
 from quantwm_core.stream import Span, Stream
 from quantwm_kernels.chunk import SealedChunk
-from quantwm_kernels.launch import packed_attention_pays
-from quantwm_kernels.packed_attention import attend_packed
 from quantwm_kernels.statistics import QueryMoment
+from quantwm_models.attending import attend_decoded, attend_sealed, pays
 from quantwm_models.causality import CausalQueries
 from quantwm_models.confirmation import Confirmation
 from quantwm_models.contents import Contents, KeyFrame, Sealing, Unconfirmed, Unit, located
-from quantwm_models.geometry import Geometry, check_queries, chunks_of, exact_chunk
+from quantwm_models.geometry import Geometry, check_queries, exact_chunk
+from quantwm_models.history import History
 from quantwm_models.learning import Learning
 from quantwm_models.memory import advice, free_nbytes
 from quantwm_models.observer import CacheObserver
@@ -238,39 +237,15 @@ class LayerCache:
         """
         self.workspace.confirm()
         with self._located():
-            parts = [chunks_of(name, each, tokens) for name, each in (("keys", keys), ("values", values))]
-            asked = [None] * len(tokens) if queries is None else chunks_of("queries", queries, tokens)
-            made, geometry, told = self._rewound(), None, []
-            for chunk in zip(*parts, asked, strict=True):
-                made, geometry, heard = self._grown(made, geometry, *chunk)
-                told += heard
-            made = made.owned()
-            if geometry is not None:
-                made = self._moved(made, self.offload, geometry.device)
+            history = History(self._rewound(), self.scheme, self._learning, told=bool(self.observers))
+            history.grow(keys, values, queries, tokens)
+            made = history.contents.owned()
+            if history.geometry is not None:
+                made = self._moved(made, self.offload, history.geometry.device)
             self.rewind()
-            self._commit(made, geometry)
-            for each in told:
+            self._commit(made, history.geometry)
+            for each in history.heard:
                 self._tell(*each)
-
-    def _grown(
-        self,
-        contents: Contents,
-        geometry: Geometry | None,
-        keys: Tensor,
-        values: Tensor,
-        queries: Tensor | None,
-    ) -> tuple[Contents, Geometry, list[tuple[Sequence[Sealing], Sequence[Span]]]]:
-        """A history with one chunk more, sealed, and what observers are to hear: nothing if there are none.
-
-        What they hear keeps the chunk's BF16 tensors alive.
-        """
-        exact_keys, exact_values, geometry = exact_chunk(keys, values, geometry, copy=False)
-        grown = contents.append(exact_keys, exact_values)
-        gone = contents.gone(grown)
-        if queries is not None:
-            grown = self._learning.observed(grown, queries, geometry)
-        settled = grown.complete().settle(self.scheme, self._learning.frame)
-        return settled.contents, geometry, [((), gone), (settled.sealings, ())] if self.observers else []
 
     def overwrite(
         self,
@@ -410,10 +385,7 @@ class LayerCache:
             return self._attend_packed(queries, start, stop)
         keys, values = self.read(start, stop)
         self.observe(queries)
-        grouped = queries.shape[1] != keys.shape[1]
-        output: Tensor = scaled_dot_product_attention(
-            queries, keys.to(queries.dtype), values.to(queries.dtype), enable_gqa=grouped
-        )
+        output = attend_decoded(queries, keys, values)
         self.tell_attended(queries, keys, values, start, stop)
         return output
 
@@ -578,30 +550,22 @@ class LayerCache:
         return self._geometry
 
     def _attends_packed(self, queries: Tensor) -> bool:
-        """Whether to attend from the packed cache; where queries are no BF16 or somebody looks on, only if told to."""
+        """Whether to attend from the packed cache; where somebody looks on, only if told to."""
         if self.attention != "auto":
             return self.attention in ("packed", "rotated")
-        if self.observers or self._geometry is None or not queries.is_cuda or queries.dtype is not torch.bfloat16:
-            return False
-        rows = queries[0, :, :, 0].numel() // self._geometry.heads
-        return packed_attention_pays(rows, max(self._geometry.key_channels, self._geometry.value_channels))
+        return not self.observers and self._geometry is not None and pays(queries, self._geometry)
 
     def _attend_packed(self, queries: Tensor, start: int | None, stop: int | None) -> Tensor:
         with self._located():
-            batch, heads, *channels, device = self._known()
+            known, rotated = self._known(), self.attention == "rotated"
             segments = self._contents.segments(0 if start is None else start, self.tokens if stop is None else stop)
             exact = [(keys, values) for _, keys, values in self._contents.plain(segments)]
-            if not segments:  # an empty range, of which nothing else tells the sizes
-                shapes = [(batch, heads, 0, count) for count in channels]
-                keys, values = (torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
-                exact = [(keys, values)]
             with self._staged(segments) as staged:
-                plan, rotated = self._reads.plan(segments, staged), self.attention == "rotated"
-                attended = attend_packed(queries, plan, exact, rotated=rotated)
+                output = attend_sealed(queries, self._reads.plan(segments, staged), exact, known, rotated=rotated)
         self.observe(queries)
         if self.observers:
             self.tell_attended(queries, *self.read(start, stop), start, stop)
-        return attended.output.to(queries.dtype)
+        return output
 
 
 def _check_shared(name: str, value: object, kind: type) -> None:

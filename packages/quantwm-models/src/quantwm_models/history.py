@@ -1,0 +1,62 @@
+"""A history that a host makes as a whole, sealed chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from quantwm_core.method import Scheme
+from quantwm_core.stream import Span
+from quantwm_models.contents import Contents, Sealing
+from quantwm_models.geometry import Geometry, chunks_of, exact_chunk
+from quantwm_models.learning import Learning
+
+
+class Heard(NamedTuple):
+    """What observers are to hear of: units that were sealed, and tokens that are not live any more."""
+
+    sealings: Sequence[Sealing]
+    gone: Sequence[Span]
+
+
+class History:
+    """Contents that grow by chunks, each sealed before the next is looked at.
+
+    Args:
+        contents: To begin with.
+        scheme: How units are sealed.
+        learning: What takes queries.
+        told: Whether anybody is to hear of it; what is heard keeps the chunks' BF16 tensors alive.
+
+    Attributes:
+        geometry: Of the chunks; None before there are any.
+        heard: In order.
+    """
+
+    def __init__(self, contents: Contents, scheme: Scheme, learning: Learning, *, told: bool) -> None:
+        self.contents = contents
+        self.geometry: Geometry | None = None
+        self.heard: list[Heard] = []
+        self._scheme = scheme
+        self._learning = learning
+        self._told = told
+
+    def grow(self, keys: Tensor, values: Tensor, queries: Tensor | None, tokens: Sequence[int]) -> None:
+        """Seal chunks of so many ``tokens``; see :meth:`quantwm_models.LayerCache.rebuild`."""
+        parts = [chunks_of(name, each, tokens) for name, each in (("keys", keys), ("values", values))]
+        asked = [None] * len(tokens) if queries is None else chunks_of("queries", queries, tokens)
+        for chunk in zip(*parts, asked, strict=True):
+            self._add(*chunk)
+
+    def _add(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        exact_keys, exact_values, self.geometry = exact_chunk(keys, values, self.geometry, copy=False)
+        grown = self.contents.append(exact_keys, exact_values)
+        gone = self.contents.gone(grown)
+        if queries is not None:
+            grown = self._learning.observed(grown, queries, self.geometry)
+        settled = grown.complete().settle(self._scheme, self._learning.frame)
+        self.contents = settled.contents
+        if self._told:
+            self.heard += [Heard((), gone), Heard(settled.sealings, ())]
