@@ -4,40 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import BFloat16, Float
 from torch import Tensor
 
-from quantwm_core.errors import ParameterError, StateError, lookup
+from quantwm_core.errors import ParameterError, lookup
 from quantwm_core.method import Scheme
 from quantwm_core.method import scheme as make_scheme
 from quantwm_core.rotary import Turning
 from quantwm_core.stream import Span, Stream
-from quantwm_kernels.chunk import SealedChunk
 from quantwm_kernels.statistics import QueryMoment
 from quantwm_models.attending import attend_decoded, attend_sealed, pays
-from quantwm_models.causality import CausalQueries
-from quantwm_models.confirmation import Confirmation
-from quantwm_models.contents import Contents, KeyFrame, Sealing, Unconfirmed, Unit, located
+from quantwm_models.contents import KeyFrame, Sealing, located
 from quantwm_models.geometry import Geometry, check_queries, exact_chunk
 from quantwm_models.history import History
+from quantwm_models.holding import Holding, check_shared
 from quantwm_models.learning import Learning
 from quantwm_models.memory import advice, free_nbytes
 from quantwm_models.observer import CacheObserver
 from quantwm_models.offload import Offload, Staged
-from quantwm_models.reads import Reads
-from quantwm_models.report import CacheReport, held
-from quantwm_models.scope import LayerScope
 from quantwm_models.workspace import Segment, Workspace
 
 AttentionPath = Literal["auto", "packed", "rotated", "decoded"]
 """How :meth:`LayerCache.attend` attends: from the packed cache (in two ways), after reading it, or as is faster."""
 
 
-class LayerCache:
+class LayerCache(Holding):
     """Keys and values of one layer: the active chunk in BF16, completed ones sealed, a window that may slide.
 
     Tokens are named in *window coordinates*: 0 is the oldest live token. A call that fails leaves the cache as it was.
@@ -95,8 +89,8 @@ class LayerCache:
             raise ParameterError(
                 f"parameters {sorted(parameters)} beside a ready scheme; give them to scheme() instead"
             )
-        _check_shared("workspace", workspace, Workspace)
-        _check_shared("offload", offload, Offload)
+        check_shared("workspace", workspace, Workspace)
+        check_shared("offload", offload, Offload)
         self.scheme = scheme if isinstance(scheme, Scheme) else make_scheme(scheme, **parameters)
         with located(f"layer {layer}"):
             self._learning = Learning(self.scheme, turning)
@@ -107,14 +101,10 @@ class LayerCache:
         self.workspace = Workspace() if workspace is None else workspace
         self.workspace.reserve(window or 0)
         self.offload = offload
-        self._contents = self._nothing()
-        self._geometry: Geometry | None = None
-        self._reads = Reads(self.workspace)
-        self._unconfirmed: tuple[Unconfirmed, Contents, Geometry | None] | None = None
-        self.version = 0
         self.expected: Geometry | None = None
         self.ranks = 1
         self.half_written = False
+        super().__init__()
 
     @property
     def turning(self) -> Turning | None:
@@ -133,42 +123,6 @@ class LayerCache:
     @key_frame.setter
     def key_frame(self, frame: KeyFrame | None) -> None:
         self._learning.key_frame = frame
-
-    @property
-    def tokens(self) -> int:
-        """Live tokens."""
-        return self._contents.stream.tokens
-
-    @property
-    def stream(self) -> Stream:
-        """Where tokens are: absolute spans, units, the active chunk."""
-        return self._contents.stream
-
-    @property
-    def contents(self) -> Contents:
-        """All that is held, a value: what happens to the cache later does not change it; waits for units being sealed.
-
-        Raises:
-            DomainError: As :meth:`append`, of a unit that a GPU could not seal.
-        """
-        self.workspace.confirm()
-        return self._contents
-
-    @property
-    def geometry(self) -> Geometry | None:
-        """What the chunks have in common; None before there are any."""
-        return self._geometry
-
-    @property
-    def chunks(self) -> tuple[SealedChunk, ...]:
-        """Sealed units that hold a live token, oldest first; waits for units being sealed, as :attr:`contents` does."""
-        self.workspace.confirm()
-        return tuple(self._contents.units[span].chunk for span in self._contents.stream.units)
-
-    @property
-    def queries(self) -> CausalQueries:
-        """Query statistics."""
-        return self._contents.queries
 
     def append(
         self,
@@ -399,114 +353,6 @@ class LayerCache:
             for observer in self.observers:
                 observer.attended(self, queries, keys, values, spans)
 
-    def clear(self) -> None:
-        """Forget everything, statistics and counters included; a new video begins."""
-        self.hold(self._nothing(), None)
-
-    def rewind(self) -> None:
-        """Forget all tokens, but not what is known of the queries: the host builds its cache anew."""
-        self.hold(self._rewound(), None)
-
-    def hold(self, contents: Contents, geometry: Geometry | None) -> None:
-        """Hold other contents than until now; observers are told that all tokens of before are gone.
-
-        Args:
-            contents: With their units where this cache keeps them.
-            geometry: Of their chunks; None where there are none.
-        """
-        before = self.stream.live
-        if self._unconfirmed is not None:
-            self._unconfirmed = self.workspace.unconfirmed = None
-        self._contents, self._geometry = contents, geometry
-        self._reads.restart()
-        if self.offload is not None:
-            self.offload.forget(self)
-        self._expect(contents, self.offload, geometry)
-        self.version += 1
-        for observer in self.observers:
-            for span in before:
-                observer.evicted(self, *span)
-
-    def _rewound(self) -> Contents:
-        return replace(self._nothing(), queries=self._contents.queries.folded())
-
-    def store_in(self, offload: Offload | None) -> None:
-        """Keep sealed units in host memory from now on, those of before too; None brings them back."""
-        _check_shared("offload", offload, Offload)
-        if offload is self.offload:
-            return
-        self.workspace.confirm()
-        with self._located():
-            before, contents = self.offload, self._contents
-            if self._geometry is not None:
-                contents = self._moved(contents, offload, self._geometry.device)
-            self._expect(contents, offload, self._geometry)
-            self.offload, self._contents = offload, contents
-            self._reads.forget()
-            if before is not None:
-                before.forget(self)
-
-    def report(self) -> CacheReport:
-        """What the cache holds and what it cost since it was cleared; on a GPU this waits for what was launched.
-
-        Raises:
-            DomainError: As :meth:`append`, of a unit that a GPU could not seal.
-        """
-        return self._report(self.contents)
-
-    def _report(self, contents: Contents) -> CacheReport:
-        return replace(
-            held(contents, self._geometry),
-            staging_nbytes=0 if self.offload is None else self.offload.nbytes,
-            workspace_nbytes=self.workspace.nbytes,
-            decode_seconds=self._reads.seconds(),
-        )
-
-    def _nothing(self) -> Contents:
-        return Contents(self._settings, CausalQueries(decay=self.scheme.decay))
-
-    def _commit(self, contents: Contents, geometry: Geometry | None) -> None:
-        """Seal what is due in ``contents``, make them the cache's, then tell the observers.
-
-        What a GPU seals is read at once and believed later, when this cache or that of another layer changes: a wait for each
-        layer would leave the GPU idle. Observers, and host memory, take what is certain.
-        """
-        before = self._contents
-        certain = self.offload is not None or bool(self.observers)
-        settled, sealings, unconfirmed = contents.settle(self.scheme, self._learning.frame, wait=certain)
-        if geometry is not None:
-            settled = self._moved(settled, self.offload, geometry.device)
-            self._expect(settled, self.offload, geometry)
-        if settled.units.keys() != before.units.keys():
-            self._reads.forget()  # a plan keeps its units alive
-        if unconfirmed is not None:
-            self._unconfirmed = (unconfirmed, before, self._geometry)
-            self.workspace.unconfirmed = Confirmation(self.layer, unconfirmed, self._confirm)
-        self._contents, self._geometry = settled, geometry
-        self.version += 1
-        self._tell(sealings, before.gone(settled))
-
-    def _confirm(self) -> None:
-        """Wait for the units that are being sealed.
-
-        Raises:
-            DomainError: One cannot be; the cache is what it was before the call that began to seal it.
-        """
-        if self._unconfirmed is None:
-            return
-        unconfirmed, before, geometry = self._unconfirmed
-        with self._located():
-            try:
-                contents = unconfirmed.confirm(self._contents, keep=self._reads.captured)
-            except Exception:
-                self._contents, self._geometry, self._unconfirmed = before, geometry, None
-                self._reads.forget()
-                self.version += 1
-                raise
-        if any(contents.units[span] is not unit for span, unit in self._contents.units.items()):
-            self._reads.forget()  # what is stored in another way now
-        self._contents, self._unconfirmed = contents, None
-
     def _tell(self, sealings: Sequence[Sealing], gone: Sequence[Span]) -> None:
         """Tell the observers what was sealed and what is not live any more."""
         for observer in self.observers:
@@ -515,17 +361,6 @@ class LayerCache:
             for span in gone:
                 observer.evicted(self, *span)
 
-    def _moved(self, contents: Contents, offload: Offload | None, device: torch.device) -> Contents:
-        """The contents with their units where they are to be kept."""
-        if offload is None:
-            return contents.moved(lambda unit: unit if unit.block is None else Unit(unit.serial, unit.chunk.to(device)))
-        return contents.moved(lambda unit: offload.take(unit, device))
-
-    def _expect(self, contents: Contents, offload: Offload | None, geometry: Geometry | None) -> None:
-        """Let host memory know which units reads need."""
-        if offload is not None and geometry is not None:
-            offload.expect(self, tuple(contents.units.values()), geometry.device)
-
     def _staged(self, segments: Sequence[Segment]) -> AbstractContextManager[Staged]:
         """The units where they can be read, brought there if ``segments`` are of any."""
         units = tuple(self._contents.units.values())
@@ -533,21 +368,12 @@ class LayerCache:
             return nullcontext(Staged((), units))
         return self.offload.staged(self)
 
-    def _located(self) -> LayerScope:
-        """Name the layer in errors, say what would fit where memory ran out, and launch as one of the layer's ranks."""
-        return LayerScope(self.layer, self.ranks, self._advice)
-
     def _advice(self) -> str:
         # What is being sealed is not waited for: its error would be taken for this one.
         token, device = 0, torch.device("cpu")
         if self._geometry is not None:
             token, device = self._geometry.token_nbytes, self._geometry.device
         return advice(self._report(self._contents), token, free_nbytes(device), offloaded=self.offload is not None)
-
-    def _known(self) -> Geometry:
-        if self._geometry is None:
-            raise StateError("the cache is empty; append keys and values first")
-        return self._geometry
 
     def _attends_packed(self, queries: Tensor) -> bool:
         """Whether to attend from the packed cache; where somebody looks on, only if told to."""
@@ -566,9 +392,3 @@ class LayerCache:
         if self.observers:
             self.tell_attended(queries, *self.read(start, stop), start, stop)
         return output
-
-
-def _check_shared(name: str, value: object, kind: type) -> None:
-    """Refuse what layers cannot share."""
-    if value is not None and not isinstance(value, kind):
-        raise ParameterError(f"{name} {value!r}: need {kind.__name__}() or None; layers can share one")
