@@ -482,5 +482,26 @@ def test_a_gpu_tells_late_of_a_nan_and_the_cache_is_as_it_was() -> None:
     assert first.report().chunks_sealed == 1
 
 
+@gpu
+@pytest.mark.gpu
+def test_a_graph_replays_what_was_not_confirmed_when_it_was_captured() -> None:
+    first, second = layers(2, threshold=0.9)  # few coefficients: stored sparse once the status has come
+    for number in range(3):
+        pair = [each.repeat(1, 1, 40, 1).cuda() for each in chunk(number)]
+        first.append(*pair)
+        first.observe(pair[0][:, :, :64])
+    expected, views = read_cpu(first), first.read()
+    graph = torch.cuda.CUDAGraph()
+    first.workspace.holds(())
+    with torch.cuda.graph(graph):
+        first.read()
+    second.append(*pair)
+    for view in views:
+        view.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert [bits(view.cpu()) for view in views] == expected
+
+
 def read_cpu(cache: LayerCache) -> list[bytes]:
     return [bits(half.cpu()) for half in cache.read()]

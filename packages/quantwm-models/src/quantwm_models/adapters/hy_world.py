@@ -8,14 +8,13 @@ cache of the 8B model stays the host's. As an option one stream is stored, of wh
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantwm_core.errors import StateError
 from quantwm_kernels.launch import one_of
@@ -25,11 +24,10 @@ from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostError
 from quantwm_models.geometry import shared_by
-from quantwm_models.observer import Shown
 from quantwm_models.patching import hooked, module_of, named, restored
-from quantwm_models.rebuilt import Sealed, rebuild
+from quantwm_models.rebuilt import Sealed
+from quantwm_models.rebuilt_layer import RebuiltLayer, Seen
 from quantwm_models.rolling_dict import MakeCache
-from quantwm_models.two_kinds import Transforms, stored_once
 from quantwm_models.workspace import Workspace
 
 _CACHES = ("_kv_cache", "_kv_cache_neg")
@@ -78,7 +76,7 @@ class HyWorld:
         for each in (name, *(transforms if self.once else ())):
             if not callable(getattr(module, each, None)):
                 raise HostError(f"module {module.__name__}: need a function {each!r}, which is not there")
-        if hooked(blocks[0], _Layer):
+        if hooked(blocks[0], RebuiltLayer):
             raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
         workspace = Workspace()
         with ExitStack() as stack:
@@ -86,132 +84,19 @@ class HyWorld:
                 stack.enter_context(restored(pipeline, each))
             function: Replacement = stack.enter_context(function_replaced(module, name, Attention if wan else _Vision))
             seen = [
-                stack.enter_context(function_replaced(module, each, _Seen))
-                for each in (transforms if self.once else ())
+                stack.enter_context(function_replaced(module, each, Seen)) for each in (transforms if self.once else ())
             ]
             for number, block in enumerate(blocks):
 
                 def make(branch: str, number: int = number) -> LayerCache:
                     return make_cache(number, branch=branch, workspace=workspace, rebuilt=True)
 
-                layer = _WanLayer(make, function, seen) if wan else _Layer(make, function, seen)
+                layer = _WanLayer(make, function, seen) if wan else RebuiltLayer(make, function, seen)
                 stack.enter_context(layer.around(block))
             return stack.pop_all().close
 
 
-class _Seen(Replacement):
-    """A transform of the host that notes, for the layer that runs, how it was called last."""
-
-    @uncompiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Transform as the host does."""
-        if self.watching:
-            self.watching[-1] = (args, kwargs)
-        return self.original(*args, **kwargs)
-
-
-class _Layer:
-    """One layer of a model, and its caches by the prompt that they are for."""
-
-    def __init__(
-        self, make: Callable[[str], LayerCache], function: Replacement, seen: Sequence[Replacement] = ()
-    ) -> None:
-        self.make = make
-        self.function = function
-        self.seen = seen
-        self.rotation: Any = None
-        self.transforms: weakref.WeakKeyDictionary[LayerCache, Transforms] = weakref.WeakKeyDictionary()
-        self.prompts: list[tuple[weakref.ref[Tensor], LayerCache]] = []
-
-    @contextmanager
-    def around(self, block: nn.Module) -> Iterator[None]:
-        """Know when the block runs."""
-        with ExitStack() as stack:
-            stack.callback(block.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
-            stack.callback(block.register_forward_hook(self.leave, with_kwargs=True, always_call=True).remove)
-            yield
-
-    @uncompiled
-    def enter(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block begins."""
-        for each in self.seen:
-            each.watching.append(None)
-        self.function.watching.append(self)
-
-    @uncompiled
-    def leave(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """The block is done, or failed."""
-        for each in (*self.seen, self.function):
-            each.watching.pop()
-
-    def build(self, cache: LayerCache, keys: Tensor, values: Tensor) -> tuple[Sealed, Sealed]:
-        """Seal a cache of both kinds, ``[B, H, N, 2 D]``."""
-        stored = self._once(cache, keys, values)
-        if stored is None:
-            self.transforms.pop(cache, None)
-            cache.key_frame = None
-        keys, values = (keys, values) if stored is None else stored
-        return rebuild(cache, keys, values, None, [keys.shape[2]])
-
-    def read(self, keys: Sealed, values: Sealed) -> tuple[Tensor, Tensor]:
-        """A cache of both kinds, ``[B, H, N, 2 D]``."""
-        return self.both(keys.cache, keys.tensor(), values.tensor())
-
-    def both(self, cache: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Both kinds of what a cache stores."""
-        transforms = self.transforms.get(cache)
-        return (keys, values) if transforms is None else transforms.both(keys, values)
-
-    def shown(self, cache: LayerCache) -> LayerCache:
-        """A cache whose observers are told of both kinds; its history is one unit."""
-        cache.observers[:] = [
-            Shown(each, lambda _, keys, values: self.both(cache, keys, values)) for each in cache.observers
-        ]
-        return cache
-
-    def _once(self, cache: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What to store instead of both kinds, and how they are derived from it."""
-        calls = [each.watcher for each in self.seen]
-        if not calls or None in calls:
-            return None
-        (_, *raw), settings = calls[0]
-        rotate = self._rotate(calls, raw[0].shape[2])
-        if rotate is None:
-            return None
-        project = _projecting(self.seen[0].original, settings)
-        transforms = Transforms(rotate, project, settings["viewmats"].shape[1], raw[0].dtype)
-        stored = stored_once(transforms, (raw[0], raw[1]), (keys, values))
-        angles = None if stored is None else transforms.angles(stored[0].to(raw[0].dtype))
-        if angles is None:
-            return None
-        self.transforms[cache] = transforms
-        cache.key_frame = lambda moment, span: transforms.frame(moment, angles[slice(*span)])
-        return stored
-
-    def _rotate(self, calls: Sequence[Any], tokens: int) -> Callable[[Tensor], Tensor] | None:
-        """How the host rotated the keys of so many tokens, if that is known: the 8B model's function, called as it was."""
-        (_, _, *more), settings = calls[1]
-        original = self.seen[1].original
-
-        def rotate(keys: Tensor) -> Tensor:
-            by_token = keys.transpose(1, 2)
-            result: Tensor = original(by_token, by_token, *more, **settings)[1]
-            return result.transpose(1, 2)
-
-        return rotate
-
-    def cache(self, prompt: Tensor) -> LayerCache:
-        """The cache for a prompt, known by its text cache, which lives as long as a video."""
-        for known, cache in self.prompts:
-            if known() is prompt:
-                return cache
-        others = [each for each in self.prompts if each[0]() is not None]
-        cache = self.shown(self.make("uncond" if others else "cond"))
-        self.prompts = [*others, (weakref.ref(prompt), cache)]
-        return cache
-
-
-class _WanLayer(_Layer):
+class _WanLayer(RebuiltLayer):
     """One layer of the 5B model; its block takes and returns the cache, past the compiler."""
 
     def __init__(
@@ -280,7 +165,7 @@ class _WanLayer(_Layer):
             if self.past is not None:
                 _tell(self.only, self.past, *queries.chunk(2))
 
-    def _rotate(self, calls: Sequence[Any], tokens: int) -> Callable[[Tensor], Tensor] | None:
+    def rotation_of(self, calls: Sequence[Any], tokens: int) -> Callable[[Tensor], Tensor] | None:
         """How the host rotated the keys, which it does in a function within another."""
         if self.rotation[0].shape[2] != tokens:  # those of this rank, which the keys of all ranks have joined since
             return None
@@ -303,7 +188,7 @@ class _Vision(Replacement):
         self, q: Any, k: Any, v: Any, block_idx: int = 0, kv_cache: Any = None, cache_vision: bool = False
     ) -> Any:
         """Attend; queries, keys and values are pairs ``[B, N, H, D]`` after RoPE and after ProPE."""
-        layer: _Layer | None = self.watcher
+        layer: RebuiltLayer | None = self.watcher
         if layer is None:
             return self.original(q, k, v, block_idx=block_idx, kv_cache=kv_cache, cache_vision=cache_vision)
         entry = dict(kv_cache[block_idx])
@@ -373,16 +258,6 @@ def _side_by_side(stacked: Tensor) -> Tensor:
 def _stacked(stream: Tensor) -> Tensor:
     """``[B, H, N, 2 D]`` as ``[2 B, H, N, D]``."""
     return torch.cat(stream.chunk(2, dim=-1))
-
-
-def _projecting(original: Callable[..., Any], settings: Mapping[str, Any]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The host's projection of keys and values, by the cameras of a history."""
-
-    def project(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        _, projected_keys, projected_values, _ = original(keys, keys, values, **settings)
-        return projected_keys, projected_values
-
-    return project
 
 
 matches = HyWorld().matches
