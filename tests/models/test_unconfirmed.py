@@ -487,15 +487,15 @@ def test_a_gpu_tells_late_of_a_nan_and_the_cache_is_as_it_was() -> None:
 def test_a_graph_replays_what_was_not_confirmed_when_it_was_captured() -> None:
     first, second = layers(2, threshold=0.9)  # few coefficients: stored sparse once the status has come
     for number in range(3):
-        pair = [each.repeat(1, 1, 40, 1).cuda() for each in chunk(number)]
-        first.append(*pair)
-        first.observe(pair[0][:, :, :64])
+        keys, values = (each.repeat(1, 1, 40, 1).cuda() for each in chunk(number))
+        first.append(keys, values)
+        first.observe(keys[:, :, :64])
     expected, views = read_cpu(first), first.read()
     graph = torch.cuda.CUDAGraph()
     first.workspace.holds(())
     with torch.cuda.graph(graph):
         first.read()
-    second.append(*pair)
+    second.append(*(each.cuda() for each in chunk(0)))
     for view in views:
         view.zero_()
     graph.replay()
