@@ -1,5 +1,6 @@
 """The sources obey the laws of the tree, and each law is seen to catch what breaks it."""
 
+import ast
 import tomllib
 from collections.abc import Callable
 from pathlib import Path, PurePath
@@ -15,6 +16,12 @@ SOURCES = [
     for package, folder in FOLDERS.items()
     for path in sorted((folder / "src").rglob("*.py"))
 ]
+
+# The last package that is installed where the tests of a folder run.
+TESTED = {
+    "core": "quantwm_core", "kernels": "quantwm_kernels", "parity": "quantwm_kernels", "models": "quantwm_models",
+    "eval": "quantwm_eval",
+}  # fmt: skip
 
 Check = Callable[[str], list[str]]
 
@@ -33,6 +40,18 @@ def test_sources_obey_the_laws(package: str, path: Path) -> None:
     assert layers.pickling(source) == []
     if package in layers.SEEDED_PACKAGES:
         assert layers.global_random_state(source) == []
+
+
+@pytest.mark.parametrize(("folder", "package"), TESTED.items())
+def test_tests_import_what_is_installed_for_them(folder: str, package: str) -> None:
+    paths = sorted((ROOT / "tests" / folder).rglob("*.py"))
+    later = layers.PACKAGES[layers.PACKAGES.index(package) + 1 :]
+    absent = (*later, *(f"tests.{name}" for name, last in TESTED.items() if last in later))
+    assert paths
+    for path in paths:
+        statements = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        imported = [node.module for node in statements if isinstance(node, ast.ImportFrom) and node.module]
+        assert [module for module in imported if module.startswith(absent)] == [], path
 
 
 @pytest.mark.parametrize("folder", FOLDERS.values(), ids=FOLDERS)

@@ -14,7 +14,6 @@ from quantwm_kernels.launch import LAUNCHES, one_of, processors, ranks
 from quantwm_kernels.sealing import Asked
 from quantwm_kernels.statistics import QueryMoment
 from tests.core.compare import assert_bits
-from tests.models.chunks import normal
 
 sealing = pytest.importorskip("quantwm_kernels.triton.sealing", exc_type=ImportError)
 layer = pytest.importorskip("quantwm_kernels.triton.layer", exc_type=ImportError)
@@ -34,9 +33,14 @@ def few(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return device
 
 
+def normal(seed: int) -> Tensor:
+    """BF16 ``[1, HEADS, TOKENS, CHANNELS]``."""
+    return torch.randn(1, HEADS, TOKENS, CHANNELS, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
 def sealed(heads: slice, device: torch.device, method: str) -> dict[str, Tensor]:
     """All arrays of keys and values of some of the heads, and the moment of their queries."""
-    keys, values, queries = (normal(1, HEADS, TOKENS, CHANNELS, seed=seed)[:, heads].to(device) for seed in range(3))
+    keys, values, queries = (normal(seed)[:, heads].to(device) for seed in range(3))
     chosen = scheme(method, iterations=1, centroids=4)
     moment: QueryMoment = statistics.second_moment(queries, keys.shape[1])
     jobs = [Asked(chosen.keys, "keys", keys, "keys"), Asked(chosen.values, "values", values, "values")]
