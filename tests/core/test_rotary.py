@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from quantwm_core import archive, methods, rotary, second_moment
 from quantwm_core.archive import Dump
 from quantwm_core.errors import ParameterError, ShapeError
-from quantwm_core.method import scheme
+from quantwm_core.method import MOST_FRAMES_AHEAD, scheme
 from quantwm_core.rotary import Turning, coming_moment, still_moment, turned_moment
 from quantwm_core.statistics import QueryMoment
 
@@ -145,10 +145,14 @@ def test_what_is_no_turning_is_refused(frame: int, rates: tuple[float, ...]) -> 
         Turning(frame, rates)
 
 
-@pytest.mark.parametrize("ahead", [-1, 1.5, True, "3"])
+@pytest.mark.parametrize("ahead", [-1, 1.5, True, "3", MOST_FRAMES_AHEAD + 1, 10**9])
 def test_what_is_no_number_of_frames_is_refused(ahead: object, unchecked: None) -> None:
-    with pytest.raises(ParameterError, match=r"frames_ahead .*need a whole number"):
+    with pytest.raises(ParameterError, match=r"frames_ahead .*need a whole number from 0 to 4096"):
         scheme("klt", frames_ahead=ahead)  # type: ignore[arg-type]  # the point of the test
+
+
+def test_as_far_ahead_as_is_allowed_can_be_looked() -> None:
+    assert archive.compress(dump(), scheme("klt", frames_ahead=MOST_FRAMES_AHEAD), FRAME, turning=TURNING)
 
 
 def test_without_looking_ahead_a_turning_changes_nothing() -> None:

@@ -28,6 +28,9 @@ PRESETS: dict[str, dict[str, Parameter]] = {
 WHOLE = ("sharp",)
 """Presets that are refused where a method beside ``bf16`` would take a part of them: a rival with half of it is no rival."""
 
+MOST_FRAMES_AHEAD = 4096
+"""Largest ``frames_ahead`` of a :class:`Scheme`: minutes of video, and a few MiB of angles."""
+
 
 @runtime_checkable
 class Method(Protocol):
@@ -84,8 +87,11 @@ class Scheme:
         keys, values: Methods.
         chunks_per_seal: Chunks that form a sealed unit.
         decay: Forgetting of query statistics at each seal; None counts all queries equally.
-        frames_ahead: Frames to come that query statistics are turned to, see :mod:`quantwm_core.rotary`; 0 takes queries as they
-            were asked. Needs to know how the host's positions turn queries.
+        frames_ahead: Frames to come that query statistics are turned to, see :mod:`quantwm_core.rotary`, up to
+            :data:`MOST_FRAMES_AHEAD`; 0 takes queries as they were asked. Needs to know how the host's positions turn queries.
+
+    Raises:
+        ParameterError: A setting is no number of its kind, or out of range.
     """
 
     keys: Method
@@ -99,8 +105,8 @@ class Scheme:
         if not isinstance(per_seal, int) or isinstance(per_seal, bool) or per_seal < 1:
             raise ParameterError(f"chunks_per_seal {per_seal!r}: need a whole number of at least 1")
         ahead: object = self.frames_ahead
-        if not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0:
-            raise ParameterError(f"frames_ahead {ahead!r}: need a whole number of at least 0")
+        if not isinstance(ahead, int) or isinstance(ahead, bool) or not 0 <= ahead <= MOST_FRAMES_AHEAD:
+            raise ParameterError(f"frames_ahead {ahead!r}: need a whole number from 0 to {MOST_FRAMES_AHEAD}")
         statistics.check_decay(self.decay)
 
     @property
