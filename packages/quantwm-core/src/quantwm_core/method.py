@@ -120,7 +120,9 @@ class Scheme:
         return self.keys.uses_queries("keys") or self.values.uses_queries("values")
 
     def check_turning(self, turning: Turning | None) -> None:
-        """Raise :class:`ParameterError` where statistics are to be turned to coming frames, and nobody knows how."""
+        """Raise :class:`ParameterError` for what is no turning, or where one is needed to look ahead and nobody gives it."""
+        if not isinstance(turning, Turning | None):
+            raise ParameterError(f"turning {turning!r}: need a quantwm_core.rotary.Turning, or None")
         if self.frames_ahead and self.uses_queries and turning is None:
             raise ParameterError(
                 f"frames_ahead {self.frames_ahead}: nothing is known here of how positions turn queries; give a turning, or "
