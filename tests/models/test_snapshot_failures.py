@@ -121,9 +121,13 @@ OTHERS: list[tuple[Callable[[], list[LayerCache]], type[Exception], str]] = [
         r"caches: the file is of \[\('', 0\), \('', 1\)\], this is \[\('', 0\)\]",
     ),
     (lambda: layers(window=96)[::-1], StateError, "caches: the file is of"),
-    (lambda: layers("rtn", window=96), StateError, "layer 0, keys.candidates: the file is of 4, this is 'nothing'"),
+    (lambda: layers("rtn", window=96), StateError, "layer 0, keys.method: the file is of 'quantwm', this is 'rtn'"),
     (lambda: layers(window=96, rank=4), StateError, "layer 0, keys.rank: the file is of 8, this is 4"),
-    (lambda: layers(window=96, values="bf16"), StateError, "layer 0, values"),
+    (
+        lambda: layers(window=96, values="bf16"),
+        StateError,
+        r"layer 0, values\.method: the file is of 'quantwm', this is 'bf16'",
+    ),
     (lambda: layers(window=96, chunks_per_seal=2), StateError, "chunks_per_seal: the file is of 1, this is 2"),
     (lambda: layers(window=96, decay=0.5), StateError, "decay: the file is of None, this is 0.5"),
     (layers, StateError, "window: the file is of 96, this is None"),
@@ -188,6 +192,8 @@ def test_a_file_of_another_version_or_kind_is_refused(saved: Path, tmp_path: Pat
 def test_a_device_that_is_not_there_is_refused(saved: Path) -> None:
     with pytest.raises(DeviceError, match=r"device 'cuda:99' is not there .*; name another one"):
         snapshot.load(layers(window=96), saved, device="cuda:99")
+    with pytest.raises(DeviceError, match=r"device 'meta': .*quantwm serves CPU tensors and CUDA tensors"):
+        snapshot.load(layers(window=96), saved, device="meta")
     changed(saved, lambda state: [each.update(device="cuda:98") for each in state["caches"]])
     with pytest.raises(DeviceError, match="device 'cuda:98' is not there"):
         snapshot.load(layers(window=96), saved)

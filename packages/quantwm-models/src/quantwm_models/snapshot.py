@@ -96,7 +96,7 @@ def load(caches: Caches, path: str | os.PathLike[str], device: torch.device | st
         FormatError: The file is no snapshot, of a newer version, truncated or damaged, or a folder.
         StateError: It is of other caches, or a host wrote keys whose values are still to come.
         ShapeError: It is of another batch, number of heads or of channels.
-        DeviceError: The device is not there.
+        DeviceError: The device is not there, or of a kind that nothing here serves.
         CacheMemoryError: Its memory ran out.
         OSError: The file cannot be read.
     """
@@ -155,7 +155,7 @@ def _check_whole(cache: LayerCache) -> None:
 def _check_fits(told: Mapping[str, Any], cache: LayerCache) -> None:
     """Refuse a cache that could not go on with what is in the file."""
     came, needed = told["settings"], _settings(cache)
-    for name in sorted(came.keys() | needed.keys()):
+    for name in sorted(came.keys() | needed.keys(), key=lambda name: (not name.endswith(".method"), name)):
         _compare(f"layer {cache.layer}, {name}", came.get(name, "nothing"), needed.get(name, "nothing"))
     expected, sizes = cache.expected or cache.geometry, told["geometry"]
     if expected is not None and sizes is not None and tuple(sizes) != expected[:4]:
