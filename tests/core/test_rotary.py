@@ -1,3 +1,6 @@
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -6,7 +9,7 @@ from hypothesis import strategies as st
 from quantwm_core import archive, methods, rotary, second_moment
 from quantwm_core.archive import Dump
 from quantwm_core.errors import ParameterError, ShapeError
-from quantwm_core.method import scheme
+from quantwm_core.method import MOST_FRAMES_AHEAD, scheme
 from quantwm_core.rotary import Turning, coming_moment, still_moment, turned_moment
 from quantwm_core.statistics import QueryMoment
 
@@ -139,16 +142,44 @@ def test_looking_ahead_needs_to_know_how() -> None:
         still_moment(asked(0, 1)[:, :, :0], 2, 0, TURNING)
 
 
-@pytest.mark.parametrize(("frame", "rates"), [(0, (1.0,)), (4, ()), (4, (np.nan,))])
-def test_what_is_no_turning_is_refused(frame: int, rates: tuple[float, ...]) -> None:
-    with pytest.raises(ParameterError, match="need at least one of each, and finite rates"):
-        Turning(frame, rates)
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_what_is_no_turning_is_refused(ahead: int, unchecked: None) -> None:
+    with pytest.raises(ParameterError, match=r"turning 'x': need a quantwm_core\.rotary\.Turning, or None"):
+        archive.compress(dump(), scheme("klt", frames_ahead=ahead), FRAME, turning="x")  # type: ignore[arg-type]  # so it is
 
 
-@pytest.mark.parametrize("ahead", [-1, 1.5, True, "3"])
+@pytest.mark.parametrize("frame", [0, -1, 1.5, True, None, "4", (4,)])
+def test_what_is_no_frame_is_refused(frame: Any, unchecked: None) -> None:
+    with pytest.raises(ParameterError, match=r"frame_tokens .*need a whole number of at least 1"):
+        Turning(frame, (1.0,))
+
+
+RATES = [(), (np.nan,), [np.inf], None, 1.0, "x", ["1"], [True], [None], [[1.0]], [1.0, [2.0]], {1.0}, 1j, [10**400]]
+
+
+@pytest.mark.parametrize("rates", RATES)
+def test_what_are_no_rates_is_refused(rates: Any, unchecked: None) -> None:
+    with pytest.raises(ParameterError, match=r"rates .*need finite numbers, one for each two channels"):
+        Turning(4, rates)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.float32, np.array, lambda rates: np.array(rates)[::-1][::-1]])
+def test_rates_may_come_as_any_sequence_and_are_a_tuple(kind: Callable[[Any], Any], unchecked: None) -> None:
+    turning = Turning(np.int64(4), kind([1.0, 0.5]))  # type: ignore[arg-type]  # a whole number, too
+    assert turning == Turning(4, (1, 0.5))
+    assert hash(turning) == hash(Turning(4, (1.0, 0.5)))
+    assert type(turning.rates) is tuple
+    assert [type(each) for each in turning.rates] == [float, float]
+
+
+@pytest.mark.parametrize("ahead", [-1, 1.5, True, "3", MOST_FRAMES_AHEAD + 1, 10**9])
 def test_what_is_no_number_of_frames_is_refused(ahead: object, unchecked: None) -> None:
-    with pytest.raises(ParameterError, match=r"frames_ahead .*need a whole number"):
+    with pytest.raises(ParameterError, match=r"frames_ahead .*need a whole number from 0 to 4096"):
         scheme("klt", frames_ahead=ahead)  # type: ignore[arg-type]  # the point of the test
+
+
+def test_as_far_ahead_as_is_allowed_can_be_looked() -> None:
+    assert archive.compress(dump(), scheme("klt", frames_ahead=MOST_FRAMES_AHEAD), FRAME, turning=TURNING)
 
 
 def test_without_looking_ahead_a_turning_changes_nothing() -> None:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,9 +88,12 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_not_there_is_named() -> None:
-    for device in ("cuda:99", "nonsense"):
-        with pytest.raises(DeviceError, match=rf"device '{device}' is not there \(.*\); name another one"):
+    others: list[Any] = ["cuda:99", "nonsense", 1.5, []]
+    for device in others:
+        with pytest.raises(DeviceError, match=r"device '.*' is not there \(.*\); name another one"):
             available_device(device)
+    with pytest.raises(DeviceError, match="device 'meta': the tensor lives on meta; quantwm serves CPU"):
+        available_device("meta")
 
 
 @gpu

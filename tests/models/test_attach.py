@@ -372,6 +372,12 @@ def test_wrong_settings_change_nothing() -> None:
         attach(pipeline, "rtn", adapter=ADAPTER, rank=3)
     with pytest.raises(ParameterError, match="ready scheme"):
         attach(pipeline, scheme("rtn"), adapter=ADAPTER, rank=3)
+    for adapter in (3, object(), [], RollingAdapter, rolling_host):
+        with pytest.raises(ParameterError, match=r"adapter .*: need the name of one, or a module or object"):
+            attach(pipeline, adapter=adapter)  # type: ignore[arg-type]  # on purpose
+    for observers in (None, 3, [3], "x", [CacheObserver], [CacheObserver(), None]):
+        with pytest.raises(ParameterError, match=r"observers? .*: need a "):
+            attach(pipeline, adapter=ADAPTER, observers=observers)  # type: ignore[arg-type]  # on purpose
     assert vars(pipeline) == before
 
 

@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantwm_core import methods
-from quantwm_core.errors import DeviceError, DomainError, DtypeError, ShapeError, StateError, UnknownNameError
+from quantwm_core.errors import (
+    DeviceError,
+    DomainError,
+    DtypeError,
+    ParameterError,
+    ShapeError,
+    StateError,
+    UnknownNameError,
+)
 from quantwm_core.method import decode, scheme
 from quantwm_core.stream import Span
 from quantwm_kernels.bridge import to_numpy
@@ -263,6 +271,18 @@ def test_attention_from_the_packed_cache_sees_what_is_overwritten() -> None:
 def test_another_path_of_attention_is_refused_by_name() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown attention 'pack'; did you mean 'packed'\?"):
         LayerCache(attention="pack")  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize("observers", [None, 3, [3], "x", [CacheObserver], [CacheObserver(), None], {"x": 1}])
+def test_what_cannot_look_on_is_refused(observers: Any) -> None:
+    with pytest.raises(ParameterError, match=r"layer 4: observers? .*: need a (sequence|quantwm_models)"):
+        LayerCache(layer=4, observers=observers)
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_what_is_no_turning_is_refused(ahead: int) -> None:
+    with pytest.raises(ParameterError, match=r"layer 4: turning 'x': need a quantwm_core\.rotary\.Turning, or None"):
+        LayerCache("klt", layer=4, frames_ahead=ahead, turning="x")  # type: ignore[arg-type]  # on purpose
 
 
 class Witness(CacheObserver):

@@ -18,11 +18,11 @@ from quantwm_kernels import tensor_file
 from quantwm_models import LayerCache, attach, snapshot
 from quantwm_models.errors import CacheMemoryError
 from quantwm_models.store import pair
-from tests.models.chunks import bits, chunk
+from tests.models.chunks import chunk
 from tests.models.chunks import snapshot as held
 from tests.models.rolling_host import Pipeline, Settings
 from tests.models.test_attach import ADAPTER
-from tests.models.worlds import allocated, go_on, layers
+from tests.models.worlds import allocated, go_on, layers, value
 
 
 @pytest.fixture
@@ -121,9 +121,13 @@ OTHERS: list[tuple[Callable[[], list[LayerCache]], type[Exception], str]] = [
         r"caches: the file is of \[\('', 0\), \('', 1\)\], this is \[\('', 0\)\]",
     ),
     (lambda: layers(window=96)[::-1], StateError, "caches: the file is of"),
-    (lambda: layers("rtn", window=96), StateError, "layer 0, keys.candidates: the file is of 4, this is 'nothing'"),
+    (lambda: layers("rtn", window=96), StateError, "layer 0, keys.method: the file is of 'quantwm', this is 'rtn'"),
     (lambda: layers(window=96, rank=4), StateError, "layer 0, keys.rank: the file is of 8, this is 4"),
-    (lambda: layers(window=96, values="bf16"), StateError, "layer 0, values"),
+    (
+        lambda: layers(window=96, values="bf16"),
+        StateError,
+        r"layer 0, values\.method: the file is of 'quantwm', this is 'bf16'",
+    ),
     (lambda: layers(window=96, chunks_per_seal=2), StateError, "chunks_per_seal: the file is of 1, this is 2"),
     (lambda: layers(window=96, decay=0.5), StateError, "decay: the file is of None, this is 0.5"),
     (layers, StateError, "window: the file is of 96, this is None"),
@@ -188,6 +192,8 @@ def test_a_file_of_another_version_or_kind_is_refused(saved: Path, tmp_path: Pat
 def test_a_device_that_is_not_there_is_refused(saved: Path) -> None:
     with pytest.raises(DeviceError, match=r"device 'cuda:99' is not there .*; name another one"):
         snapshot.load(layers(window=96), saved, device="cuda:99")
+    with pytest.raises(DeviceError, match=r"device 'meta': .*quantwm serves CPU tensors and CUDA tensors"):
+        snapshot.load(layers(window=96), saved, device="meta")
     changed(saved, lambda state: [each.update(device="cuda:98") for each in state["caches"]])
     with pytest.raises(DeviceError, match="device 'cuda:98' is not there"):
         snapshot.load(layers(window=96), saved)
@@ -202,31 +208,94 @@ def entries(tree: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from entries(each, (*where, key))
 
 
-def test_tokens_that_are_not_live_are_refused(saved: Path) -> None:
-    changed(saved, lambda state: state["caches"][1]["stream"].update(live=[]))
-    with pytest.raises(FormatError, match=r"layer 1: tokens \d+ to \d+ are there, and none of them is live"):
-        snapshot.load(layers(window=96), saved)
+def put(tree: Any, where: tuple[Any, ...], junk: Any) -> None:
+    """Put something else where ``where`` leads in a JSON tree."""
+    *inner, last = where
+    for key in inner:
+        tree = tree[key]
+    tree[last] = junk
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(place=st.integers(0, 10**6), junk=st.sampled_from([None, -1, 0, 1, 7, 0.5, "x", [], {}, [1, 2], 10**30, True]))
-def test_a_damaged_state_is_refused_or_means_the_same(place: int, junk: Any, saved: Path) -> None:
-    blob, caches = saved.read_bytes(), layers(window=96)
+# Four chunks that end at 16, 33, 51 and 67, of which the last is active.
+STREAM, UNIT = ("caches", 1, "stream"), ("caches", 1, "units", 0)
+JUNK: dict[tuple[Any, ...], tuple[list[Any], str]] = {
+    ("adapter",): ([None, 0, [], False], "adapter: got"),
+    ("caches", 1, "place", 1): ([1.0, True, "1"], "place: got"),
+    ("caches", 1, "device"): ([None, 0, []], "device: got"),
+    ("caches", 1, "geometry"): ([[True, 2, 16, 16], [1, 2, 16, 0], [1.0, 2, 16, 16], {}], "geometry: got"),
+    (*STREAM, "ends"): (
+        [[], [16, 33, 51], [33, 16, 51, 67], [16, 16, 51, 67], [0, 33, 51, 67], {}, [16, 33, 51, 67.0], [True, 33, 51, 67]],
+        "ends?: got|live: got|chunks of|active: tokens|sealed_end: got",
+    ),
+    (*STREAM, "active"): (["x", [], 0, 1, None, float("nan"), False], "active: got|sealed_end: got"),
+    (*STREAM, "live"): (
+        [[], [[0, 66]], [[0, 68]], [[-1, 67]], [[16, 67]], [[0, 20], [20, 67]], [[0, 30], [29, 67]], [[9, 9], [0, 67]]],
+        "live: got|active: tokens|are there, and none of them|are not the live tokens",
+    ),
+    (*STREAM, "units"): ([[], [[0, 16]], [[0, 16], [16, 33]], [[0, 51]], [[16, 33], [0, 16], [33, 51]], {}], "units"),
+    (*STREAM, "sealed_end"): ([0, -1, True, 16, 50, 52, 67, 10**12, 51.0, None], "sealed_end: got"),
+    ("caches", 1, "exact", 0, "span"): ([[51, 66], [52, 67], [50, 67], [51, 51], [51, True]], "exact|BF16 tokens"),
+    ("caches", 1, "exact"): ([[], {}], "BF16 tokens|exact: got"),
+    ("caches", 1, "groups"): ([[], {}], "groups: got"),
+    ("caches", 1, "groups", 0, "start"): ([-1, 0, 16, 67, True, 10**12, 10**30], "groups: got"),
+    ("caches", 1, "past", "queries"): ([-1, True, 1.5, 10**30, float("nan")], "queries: got"),
+    ("caches", 1, "chunks_sealed"): ([-1, 0, 4, 3.0, 10**12], "chunks_sealed"),
+    ("caches", 1, "chunks_evicted"): ([-1, 1, False, 10**12], "chunks_evicted"),
+    ("caches", 1, "seal_seconds"): ([-1, float("nan"), float("inf"), 10**400, True, None], "seal_seconds: got"),
+    (*UNIT, "start"): ([-1, 1, False, 16], "start: got|units .* are there"),
+    (*UNIT, "version"): ([-1, 0, 2, 10**12, True, "1"], "version: got"),
+    (*UNIT, "keys", "method"): (["rtn", "bf16", 3, []], "keys: "),
+    (*UNIT, "keys", "parameters"): ([{}, [], None, {"rank": 8}], "keys: "),
+    (*UNIT, "values", "parameters", "rank"): ([4, 10**12, 8.0, None], "values: "),
+    (*UNIT, "values", "shape"): ([[True, 2, 16, 16], [1, 2, 0, 16], [1, 2, 16], [1, 2, 16, 16, 1]], "shape|unit's values|damaged"),
+    (*UNIT, "values", "names"): ([["x"], [], {}], "values: |damaged|names: got"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", JUNK, ids=lambda where: ".".join(map(str, where)))
+def test_what_cannot_be_so_is_refused(where: tuple[Any, ...], saved: Path) -> None:
+    caches, blob = layers(window=96), saved.read_bytes()
+    junks, message = JUNK[where]
+    for junk in junks:
+        saved.write_bytes(blob)
+        changed(saved, lambda state, junk=junk: put(state, where, junk))  # type: ignore[misc]  # the loop's own
+        refused(caches, saved, FormatError, message)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    place=st.integers(0, 10**6),
+    junk=st.sampled_from(
+        [None, -1, 0, 1, 7, 0.5, "x", [], {}, [1, 2], 10**12, 10**30, True, False, float("nan"), "fewer", "next"]
+    ),
+)
+def test_a_damaged_state_is_refused_or_its_live_tokens_are_what_they_were(place: int, junk: Any, saved: Path) -> None:
+    blob, caches, sound = saved.read_bytes(), layers(window=96), layers(window=96)
+    snapshot.load(sound, saved)
 
     def damage(state: dict[str, Any]) -> None:
         places = list(entries(state))
-        *where, last = places[place % len(places)]
-        tree: Any = state
+        where = places[place % len(places)]
+        old: Any = state
         for key in where:
-            tree = tree[key]
-        tree[last] = junk
+            old = old[key]
+        if junk == "fewer" and isinstance(old, list):
+            old.pop()
+        elif junk == "next" and isinstance(old, int):
+            put(state, where, old + 1)
+        else:
+            put(state, where, junk)
 
     changed(saved, damage)
     try:
         with contextlib.suppress(QuantWMError):
             snapshot.load(caches, saved)
-            for cache in caches:
-                assert len(bits(cache.read()[0])) == 2 * 2 * 16 * cache.tokens if cache.tokens else True
+            for cache, whole in zip(caches, sound, strict=True):
+                came, want = value(cache), value(whole)
+                assert all(came[name] == want[name] for name in ("units", "sealed", "exact", "counters"))
+                # Oldest tokens that are not live any more can have been evicted.
+                for half, other in zip(cache.read(), whole.read(), strict=True):
+                    assert torch.equal(half, other[:, :, whole.tokens - cache.tokens :])
                 cache.report()
         assert len({cache.tokens > 0 for cache in caches}) == 1
     finally:

@@ -28,6 +28,9 @@ PRESETS: dict[str, dict[str, Parameter]] = {
 WHOLE = ("sharp",)
 """Presets that are refused where a method beside ``bf16`` would take a part of them: a rival with half of it is no rival."""
 
+MOST_FRAMES_AHEAD = 4096
+"""Largest ``frames_ahead`` of a :class:`Scheme`: minutes of video, and a few MiB of angles."""
+
 
 @runtime_checkable
 class Method(Protocol):
@@ -84,8 +87,11 @@ class Scheme:
         keys, values: Methods.
         chunks_per_seal: Chunks that form a sealed unit.
         decay: Forgetting of query statistics at each seal; None counts all queries equally.
-        frames_ahead: Frames to come that query statistics are turned to, see :mod:`quantwm_core.rotary`; 0 takes queries as they
-            were asked. Needs to know how the host's positions turn queries.
+        frames_ahead: Frames to come that query statistics are turned to, see :mod:`quantwm_core.rotary`, up to
+            :data:`MOST_FRAMES_AHEAD`; 0 takes queries as they were asked. Needs to know how the host's positions turn queries.
+
+    Raises:
+        ParameterError: A setting is no number of its kind, or out of range.
     """
 
     keys: Method
@@ -99,8 +105,8 @@ class Scheme:
         if not isinstance(per_seal, int) or isinstance(per_seal, bool) or per_seal < 1:
             raise ParameterError(f"chunks_per_seal {per_seal!r}: need a whole number of at least 1")
         ahead: object = self.frames_ahead
-        if not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0:
-            raise ParameterError(f"frames_ahead {ahead!r}: need a whole number of at least 0")
+        if not isinstance(ahead, int) or isinstance(ahead, bool) or not 0 <= ahead <= MOST_FRAMES_AHEAD:
+            raise ParameterError(f"frames_ahead {ahead!r}: need a whole number from 0 to {MOST_FRAMES_AHEAD}")
         statistics.check_decay(self.decay)
 
     @property
@@ -114,7 +120,9 @@ class Scheme:
         return self.keys.uses_queries("keys") or self.values.uses_queries("values")
 
     def check_turning(self, turning: Turning | None) -> None:
-        """Raise :class:`ParameterError` where statistics are to be turned to coming frames, and nobody knows how."""
+        """Raise :class:`ParameterError` for what is no turning, or where one is needed to look ahead and nobody gives it."""
+        if not isinstance(turning, Turning | None):
+            raise ParameterError(f"turning {turning!r}: need a quantwm_core.rotary.Turning, or None")
         if self.frames_ahead and self.uses_queries and turning is None:
             raise ParameterError(
                 f"frames_ahead {self.frames_ahead}: nothing is known here of how positions turn queries; give a turning, or "

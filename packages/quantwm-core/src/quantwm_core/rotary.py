@@ -12,7 +12,8 @@ but alike in every frame; that part stays in the moment. Which frames come is kn
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from jaxtyping import Float, Float32, Float64
 
 from quantwm_core.errors import ParameterError, ShapeError
 from quantwm_core.statistics import QueryMoment, merge, second_moment
+from quantwm_core.stream import is_whole
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,10 @@ class Turning:
     Attributes:
         frame_tokens: Tokens of a frame; token ``t`` of a video is in frame ``t // frame_tokens``.
         rates: Radians a frame of each pair of neighbouring channels, ``D / 2`` of them; 0 for pairs that follow row or column.
+            Any sequence or array of numbers; kept as a tuple.
 
     Raises:
-        ParameterError: A frame has no tokens, or a rate is no number.
+        ParameterError: A frame has no tokens or no whole number of them, or the rates are no finite numbers in a row.
 
     >>> Turning(64, (1.0, 0.0)).angles(2, 4)
     array([[2., 0.],
@@ -39,14 +42,13 @@ class Turning:
     """
 
     frame_tokens: int
-    rates: tuple[float, ...]
+    rates: Sequence[float] | Float[np.ndarray, " pairs"]
 
     def __post_init__(self) -> None:
-        if self.frame_tokens < 1 or not self.rates or not np.isfinite(self.rates).all():
-            raise ParameterError(
-                f"turning of {self.frame_tokens} tokens a frame by {len(self.rates)} rates: need at least one of each, and "
-                "finite rates"
-            )
+        if not is_whole(self.frame_tokens) or self.frame_tokens < 1:
+            raise ParameterError(f"frame_tokens {self.frame_tokens!r}: need a whole number of at least 1")
+        object.__setattr__(self, "frame_tokens", int(self.frame_tokens))
+        object.__setattr__(self, "rates", _numbers(self.rates))
 
     def angles(self, first: int, last: int) -> Float64[np.ndarray, "frames pairs"]:
         """Radians by which frames ``first`` to ``last`` turn each pair."""
@@ -79,6 +81,17 @@ class Turning:
             raise ShapeError(
                 f"turning by {len(self.rates)} rates for queries of {channels} channels: need one for each two"
             )
+
+
+def _numbers(rates: object) -> tuple[float, ...]:
+    """A turning's rates, whatever they came as."""
+    try:
+        numbers = np.asarray(rates)
+    except (RuntimeError, TypeError, ValueError):  # rows of several lengths; tensors that NumPy cannot see
+        numbers = np.asarray(None)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iuf" or not numbers.size or not np.isfinite(numbers).all():
+        raise ParameterError(f"rates {reprlib.repr(rates)}: need finite numbers, one for each two channels")
+    return tuple(numbers.astype(np.float64).tolist())
 
 
 def still_moment(

@@ -65,6 +65,21 @@ def cut(spans: tuple[Span, ...], hole: Span) -> tuple[Span, ...]:
     return tuple(part for part in parts if part.tokens > 0)
 
 
+def join(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """Merge spans that touch.
+
+    >>> join((Span(0, 2), Span(2, 6), Span(8, 9)))
+    (Span(start=0, stop=6), Span(start=8, stop=9))
+    """
+    joined: list[Span] = []
+    for span in spans:
+        if joined and joined[-1].stop == span.start:
+            joined[-1] = Span(joined[-1].start, span.stop)
+        else:
+            joined.append(span)
+    return tuple(joined)
+
+
 def is_whole(value: object) -> bool:
     """Whether a value is a whole number, NumPy's included, and no truth value.
 
@@ -153,7 +168,7 @@ class Stream:
             self,
             ends=(*self.ends, self.end + tokens),
             active=True,
-            live=_join((*self.live, Span(self.end, self.end + tokens))),
+            live=join((*self.live, Span(self.end, self.end + tokens))),
         )
         if self.window is None or grown.tokens <= self.window:
             return grown
@@ -278,14 +293,3 @@ class Stream:
             raise RangeError(
                 f"window tokens {start!r} to {stop!r}: need 0 <= start <= stop <= {self.tokens}, the live tokens, in whole numbers"
             )
-
-
-def _join(spans: tuple[Span, ...]) -> tuple[Span, ...]:
-    """Merge spans that touch."""
-    joined: list[Span] = []
-    for span in spans:
-        if joined and joined[-1].stop == span.start:
-            joined[-1] = Span(joined[-1].start, span.stop)
-        else:
-            joined.append(span)
-    return tuple(joined)

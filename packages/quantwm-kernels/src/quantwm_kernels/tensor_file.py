@@ -20,6 +20,7 @@ from torch import Tensor
 from quantwm_core.errors import DeviceError, DtypeError, FormatError
 from quantwm_core.tensor_file import DTYPES, Place, make_header, read_header, replaced
 from quantwm_kernels.bridge import check_detached, to_torch
+from quantwm_kernels.launch import check_served
 
 STAGE_NBYTES = 2**25
 _FORMATS = {to_torch(np.zeros(1, dtype)).dtype: dtype for dtype in DTYPES.values()}
@@ -117,16 +118,18 @@ def available_device(device: torch.device | str) -> torch.device:
     """A device with its number, as tensors state it.
 
     Raises:
-        DeviceError: It is not there.
+        DeviceError: It is not there, or of a kind that nothing here serves.
 
     >>> available_device("cpu")
     device(type='cpu')
     """
     try:
-        return torch.empty(0, device=device).device
-    except (AssertionError, RuntimeError) as error:
+        tensor = torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError) as error:
         first, *_ = str(error).splitlines()  # CUDA goes on with advice for programmers
         raise DeviceError(f"device {str(device)!r} is not there ({first}); name another one") from error
+    check_served(tensor, f"device {str(device)!r}")
+    return tensor.device
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:

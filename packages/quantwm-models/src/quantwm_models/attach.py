@@ -13,7 +13,7 @@ from quantwm_core.rotary import Turning
 from quantwm_kernels.sealing import forget_recordings
 from quantwm_models import adapters
 from quantwm_models.cache import LayerCache
-from quantwm_models.observer import CacheObserver
+from quantwm_models.observer import CacheObserver, checked_observers
 from quantwm_models.offload import Offload
 from quantwm_models.report import CacheReport, total
 from quantwm_models.workspace import Workspace
@@ -32,7 +32,7 @@ class Attachment:
         self.scheme = scheme
         self.offload = offload
         self.adapter = ""
-        self._observers = tuple(observers)
+        self._observers = checked_observers(observers)
         self._caches: dict[tuple[str, int], LayerCache] = {}
         self._undo: Callable[[], None] | None = None
 
@@ -141,7 +141,7 @@ def attach(
 
     Raises:
         UnknownHostError: No adapter recognises the pipeline.
-        UnknownNameError, ParameterError: No such adapter, method or parameter.
+        UnknownNameError, ParameterError: No such adapter, method, parameter or observer.
         HostError: The pipeline is not what the adapter expects.
 
     >>> attach(object())
@@ -151,9 +151,7 @@ def attach(
     """
     if isinstance(method, Scheme) and parameters:
         raise ParameterError(f"parameters {sorted(parameters)} beside a ready scheme; give them to scheme() instead")
-    chosen = (
-        adapters.find(pipeline) if adapter is None else adapters.get(adapter) if isinstance(adapter, str) else adapter
-    )
+    chosen = adapters.find(pipeline) if adapter is None else adapters.chosen(adapter)
     chosen_scheme = method if isinstance(method, Scheme) else scheme(method, **parameters)
     attachment = Attachment(chosen_scheme, observers, Offload() if offload else None)
     attachment.connect(chosen, pipeline)

@@ -23,7 +23,7 @@ from quantwm_models.history import History
 from quantwm_models.holding import Holding, check_shared
 from quantwm_models.learning import Learning
 from quantwm_models.memory import advice, free_nbytes
-from quantwm_models.observer import CacheObserver
+from quantwm_models.observer import CacheObserver, checked_observers
 from quantwm_models.offload import Offload, Staged
 from quantwm_models.workspace import Segment, Workspace
 
@@ -94,9 +94,9 @@ class LayerCache(Holding):
         self.scheme = scheme if isinstance(scheme, Scheme) else make_scheme(scheme, **parameters)
         with located(f"layer {layer}"):
             self._learning = Learning(self.scheme, turning)
+            self.observers = list(checked_observers(observers))
         self._settings = Stream(self.scheme.chunks_per_seal, self.scheme.recent_tokens, sink, window)
         self.layer = layer
-        self.observers = list(observers)
         self.attention = attention
         self.workspace = Workspace() if workspace is None else workspace
         self.workspace.reserve(window or 0)

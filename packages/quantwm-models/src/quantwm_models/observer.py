@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from quantwm_core.errors import ParameterError
 from quantwm_core.stream import Span
 from quantwm_kernels.chunk import SealedChunk
 
@@ -32,6 +33,28 @@ class CacheObserver:
 
     def evicted(self, cache: LayerCache, start: int, stop: int) -> None:
         """The absolute tokens ``start`` to ``stop`` are gone."""
+
+
+def checked_observers(observers: Iterable[Any]) -> tuple[CacheObserver, ...]:
+    """Those who are to be told; what has the three methods is one of them.
+
+    Raises:
+        ParameterError: One could not be told, or no several came.
+
+    >>> checked_observers([CacheObserver])
+    Traceback (most recent call last):
+    ...
+    quantwm_core.errors.ParameterError: observer <class '...CacheObserver'>: need a quantwm_models.CacheObserver, not its class
+    """
+    if not isinstance(observers, Iterable):
+        raise ParameterError(f"observers {observers!r}: need a sequence of them, as [observer]")
+    listed = tuple(observers)
+    for each in listed:
+        told = all(callable(getattr(each, name, None)) for name in ("sealed", "attended", "evicted"))
+        if not told or isinstance(each, type):
+            wrong = ", not its class" if told else ""
+            raise ParameterError(f"observer {each!r}: need a quantwm_models.CacheObserver{wrong}")
+    return listed
 
 
 class Shown(CacheObserver):

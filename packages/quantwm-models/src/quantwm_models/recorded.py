@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantwm_core import methods
-from quantwm_core.chunk import KINDS, SHARED, Kind
+from quantwm_core.chunk import FORMAT_VERSION, KINDS, SHARED, Kind
 from quantwm_core.errors import FormatError
-from quantwm_core.stream import Span, overlap
+from quantwm_core.stream import Span
 from quantwm_kernels.chunk import SealedChunk, SealedTensor, described, description
 from quantwm_kernels.recipe import READABLE, describe
 from quantwm_kernels.statistics import QueryMoment
 from quantwm_kernels.tensor_file import TensorFile
+from quantwm_models.bookkeeping import (
+    check_cover,
+    check_groups,
+    check_sealing,
+    listed,
+    seconds,
+    sizes_told,
+    span_told,
+    stream_told,
+    whole,
+)
 from quantwm_models.cache import LayerCache
 from quantwm_models.causality import CausalQueries, Group
 from quantwm_models.contents import Contents, Exact, Unit, serials
@@ -105,10 +113,8 @@ class Source:
         self.told = told
         self.cache = cache
         self.device = device
-        self.geometry: Geometry | None = None
-        if told["geometry"] is not None:
-            batch, heads, key_channels, value_channels = map(operator.index, told["geometry"])
-            self.geometry = Geometry(batch, heads, key_channels, value_channels, device)
+        sizes = sizes_told(told["geometry"])
+        self.geometry = None if sizes is None else Geometry(*sizes, device)
         self._shared: dict[str, Tensor] = {}
 
     def contents(self) -> Contents:
@@ -117,45 +123,50 @@ class Source:
         Raises:
             FormatError: An array is missing, or does not fit what is said of it.
         """
-        told, place = self.told, self.told["stream"]
-        stream = replace(
-            self.cache.stream,
-            ends=tuple(map(operator.index, place["ends"])),
-            active=bool(place["active"]),
-            live=tuple(map(_span, place["live"])),
-            units=tuple(map(_span, place["units"])),
-            sealed_end=operator.index(place["sealed_end"]),
+        told = self.told
+        stream = stream_told(told["stream"], self.cache.stream)
+        if bool(stream.ends) != (self.geometry is not None):
+            raise FormatError(
+                f"{len(stream.ends)} chunks of [batch, heads, key channels, value channels] {told['geometry']}"
+            )
+        groups = tuple(
+            Group(whole("groups", each["start"]), self._moment(each["moment"]))
+            for each in listed("groups", told["groups"])
         )
-        groups = tuple(Group(operator.index(each["start"]), self._moment(each["moment"])) for each in told["groups"])
-        units = list(map(self._unit, told["units"]))
+        check_groups(stream, [group.start for group in groups])
+        check_cover(stream, [span_told("exact", each["span"]) for each in listed("exact", told["exact"])])
+        units = list(map(self._unit, listed("units", told["units"])))
         contents = Contents(
             stream,
             CausalQueries(self._moment(told["past"]), groups, self.cache.scheme.decay),
-            {_span((unit.chunk.start, unit.chunk.stop)): unit for unit in units},
+            {Span(unit.chunk.start, unit.chunk.stop): unit for unit in units},
             tuple(map(self._exact, told["exact"])),
-            chunks_sealed=operator.index(told["chunks_sealed"]),
-            chunks_evicted=operator.index(told["chunks_evicted"]),
-            seal_seconds=float(told["seal_seconds"]),
+            chunks_sealed=whole("chunks_sealed", told["chunks_sealed"]),
+            chunks_evicted=whole("chunks_evicted", told["chunks_evicted"]),
+            seal_seconds=seconds("seal_seconds", told["seal_seconds"]),
         )
-        live = stream.tokens
-        stored = sum(part.stop - part.start for part in contents.segments(0, live))
-        if stored != live or tuple(contents.units) != stream.units:
-            raise FormatError(f"{stored} of {live} live tokens are there, in units {list(contents.units)}")
-        for held in (*stream.units, *(piece.span for piece in contents.exact)):
-            if not any(overlap(held, part) for part in stream.live):
-                raise FormatError(f"tokens {held.start} to {held.stop} are there, and none of them is live")
+        if tuple(contents.units) != stream.units:
+            raise FormatError(f"units {list(contents.units)} are there, need {list(stream.units)}")
+        if contents.chunks_sealed - contents.chunks_evicted != len(units):
+            raise FormatError(
+                f"chunks_sealed {contents.chunks_sealed} and chunks_evicted {contents.chunks_evicted}: {len(units)} are there"
+            )
         return contents
 
     def _unit(self, told: Mapping[str, Any]) -> Unit:
         offload = self.cache.offload
         home = self.device if offload is None else torch.device("cpu")
         keys, values = (self._sealed(kind, told[kind], home) for kind in KINDS)
-        chunk = SealedChunk(keys, values, operator.index(told["start"]), operator.index(told["version"]))
+        version = whole("version", told["version"], 1, FORMAT_VERSION)
+        chunk = SealedChunk(keys, values, whole("start", told["start"]), version)
         unit = Unit(next(serials), chunk)
         return unit if offload is None else offload.take(unit, self.device)
 
     def _sealed(self, kind: Kind, told: Mapping[str, Any], home: torch.device) -> SealedTensor:
         """Keys or values of a unit: what is its own at ``home``, what units share where it is read."""
+        scheme = self.cache.scheme
+        check_sealing(kind, told, scheme.keys if kind == "keys" else scheme.values)
+        shape = [whole("shape", each, 1) for each in listed("shape", told["shape"])]
         arrays = []
         for name, file in zip(told["names"], told["files"], strict=True):
             if not name.startswith(SHARED):
@@ -164,15 +175,15 @@ class Source:
             if file not in self._shared:
                 self._shared[file] = self.file.read(file, self.device)
             arrays.append(self._shared[file])
-        sealed = SealedTensor(**described(told, arrays))
-        methods.get(sealed.method, **sealed.parameters)  # refuses what could not be read
-        self._check(f"a unit's {kind}", (sealed.shape[0], sealed.shape[1], sealed.shape[3]), self._sizes(kind))
+        sealed = SealedTensor(**described({**told, "shape": shape}, arrays))
+        batch, heads, channels = self._sizes(kind)
+        self._check(f"a unit's {kind}", sealed.shape, (batch, heads, sealed.shape[2], channels))
         if sealed.method in READABLE:  # those that kernels read by address
             describe(sealed.method, sealed.parameters, sealed.shape, sealed.to(home).arrays)
         return sealed
 
     def _exact(self, told: Mapping[str, Any]) -> Exact:
-        span = _span(told["span"])
+        span = span_told("exact", told["span"])
         keys, values = (self.file.read(told[kind], self.device) for kind in KINDS)
         for kind, tensor in zip(KINDS, (keys, values), strict=True):
             batch, heads, channels = self._sizes(kind)
@@ -187,7 +198,7 @@ class Source:
         channels = mean.shape[-1]
         streams = mean.shape[:2] if self.geometry is None else self.geometry[:2]
         self._check(told["file"], (mean.dtype, *mean.shape), (torch.float32, *streams, channels, channels))
-        return QueryMoment(mean, operator.index(told["queries"]))
+        return QueryMoment(mean, whole("queries", told["queries"]))
 
     def _sizes(self, kind: Kind) -> tuple[int, int, int]:
         """Batch, heads and channels of keys or values."""
@@ -200,8 +211,3 @@ class Source:
     def _check(what: str, came: Sequence[Any], needed: Sequence[Any]) -> None:
         if tuple(came) != tuple(needed):
             raise FormatError(f"{what}: got {tuple(came)}, need {tuple(needed)}")
-
-
-def _span(told: Sequence[Any]) -> Span:
-    start, stop = map(operator.index, told)
-    return Span(start, stop)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from quantwm_core import methods
 from quantwm_core.errors import FormatError, QuantWMError, ShapeError, StateError
 from quantwm_kernels.tensor_file import TensorFile, available_device, opened, write_tensors
 from quantwm_models.attach import Attachment
+from quantwm_models.bookkeeping import sizes_told, whole
 from quantwm_models.cache import LayerCache
 from quantwm_models.contents import located
 from quantwm_models.counter import Counter
@@ -96,15 +97,17 @@ def load(caches: Caches, path: str | os.PathLike[str], device: torch.device | st
         FormatError: The file is no snapshot, of a newer version, truncated or damaged, or a folder.
         StateError: It is of other caches, or a host wrote keys whose values are still to come.
         ShapeError: It is of another batch, number of heads or of channels.
-        DeviceError: The device is not there.
+        DeviceError: The device is not there, or of a kind that nothing here serves.
         CacheMemoryError: Its memory ran out.
         OSError: The file cannot be read.
     """
     adapter, placed = _placed(caches)
     with opened(path) as file, _damage_named(path):
         state = _state(file)
+        if not isinstance(state["adapter"], str):
+            raise FormatError(f"adapter: got {state['adapter']!r}, need a name, or none in quotation marks")
         _compare("caches", state["adapter"] or "no adapter", adapter or "no adapter")
-        _compare("caches", [tuple(each["place"]) for each in state["caches"]], [place for place, _ in placed])
+        _compare("caches", [_place(each["place"]) for each in state["caches"]], [place for place, _ in placed])
         pairs = [(told, cache) for told, (_, cache) in zip(state["caches"], placed, strict=True)]
         for told, cache in pairs:
             _check_whole(cache)
@@ -155,12 +158,12 @@ def _check_whole(cache: LayerCache) -> None:
 def _check_fits(told: Mapping[str, Any], cache: LayerCache) -> None:
     """Refuse a cache that could not go on with what is in the file."""
     came, needed = told["settings"], _settings(cache)
-    for name in sorted(came.keys() | needed.keys()):
+    for name in sorted(came.keys() | needed.keys(), key=lambda name: (not name.endswith(".method"), name)):
         _compare(f"layer {cache.layer}, {name}", came.get(name, "nothing"), needed.get(name, "nothing"))
-    expected, sizes = cache.expected or cache.geometry, told["geometry"]
-    if expected is not None and sizes is not None and tuple(sizes) != expected[:4]:
+    expected, sizes = cache.expected or cache.geometry, sizes_told(told["geometry"])
+    if expected is not None and sizes is not None and sizes != expected[:4]:
         raise ShapeError(
-            f"layer {cache.layer}: the file holds [batch, heads, key channels, value channels] {sizes}, this cache needs "
+            f"layer {cache.layer}: the file holds [batch, heads, key channels, value channels] {list(sizes)}, this cache needs "
             f"{list(expected[:4])}; load it under a host of its sizes, or clear() a cache that holds others"
         )
 
@@ -173,9 +176,17 @@ def _compare(what: str, came: object, needed: object) -> None:
 def _device(told: Mapping[str, Any], cache: LayerCache, asked: torch.device | str | None) -> torch.device:
     """Where a cache is to be read."""
     known = cache.geometry or cache.expected
+    if asked is None and known is None and not isinstance(told["device"], str):
+        raise FormatError(f"device: got {told['device']!r}, need a name")
     if asked is None:
         asked = told["device"] if known is None else known.device
     return available_device(asked)
+
+
+def _place(told: Sequence[Any]) -> tuple[str, int]:
+    """Branch and layer of a cache."""
+    branch, layer = told
+    return branch, whole("place", layer, -(2**63))
 
 
 def _state(file: TensorFile) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Protocol, cast
 
-from quantwm_core.errors import lookup
+from quantwm_core.errors import ParameterError, lookup
 from quantwm_models.errors import UnknownHostError
 from quantwm_models.rolling_dict import MakeCache
 
@@ -60,6 +60,28 @@ def get(name: str) -> Adapter:
         return cast("Adapter", importlib.import_module(f"{__name__}.{name}"))
     (entry,) = entry_points(group=ENTRY_POINTS, name=name)
     return cast("Adapter", entry.load())
+
+
+def chosen(adapter: object) -> Adapter:
+    """The adapter of a name, or what came as one.
+
+    Raises:
+        UnknownNameError: No adapter bears that name.
+        ParameterError: It is neither a name nor an adapter.
+
+    >>> chosen(3)
+    Traceback (most recent call last):
+    ...
+    quantwm_core.errors.ParameterError: adapter 3: need the name of one, or a module or object with matches() and attach()
+    """
+    if isinstance(adapter, str):
+        return get(adapter)
+    able = all(callable(getattr(adapter, name, None)) for name in ("matches", "attach"))
+    if not able or isinstance(adapter, type):
+        raise ParameterError(
+            f"adapter {adapter!r}: need the name of one, or a module or object with matches() and attach()"
+        )
+    return cast("Adapter", adapter)
 
 
 def find(pipeline: object) -> Adapter:
