@@ -245,11 +245,14 @@ def test_a_device_and_a_mode_that_a_host_has_not(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ParameterError, match="written for CUDA"):
             loaded(setup)
     if setup.checkout.name == "matrix_game":
-        config = setup.checkout / "configs" / "inference_yaml" / "inference_gta_drive.yaml"
+        config = Path("configs/inference_yaml/inference_gta_drive.yaml")  # of the checkout, wherever one is
         with pytest.raises(ParameterError, match="holds no gta_distilled_model/gta_keyboard2dim"):
             loaded(setup, config=config)
-        with pytest.raises(ParameterError, match="there is no such file"):
+        with pytest.raises(ParameterError, match=r"there is no .*absent\.yaml and no .*absent\.yaml"):
             loaded(setup, config=config.with_name("absent.yaml"))
+        (setup.checkout / "modeless.yaml").write_text("model_kwargs: {}\n")
+        with pytest.raises(ParameterError, match=r"modeless\.yaml: names no mode"):
+            loaded(setup, config=Path("modeless.yaml"))
 
 
 def test_the_environment_may_change_while_a_host_runs(monkeypatch: pytest.MonkeyPatch) -> None:

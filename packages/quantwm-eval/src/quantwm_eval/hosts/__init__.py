@@ -45,13 +45,15 @@ class Setup:
         """Return a path that is given and there.
 
         Raises:
-            ParameterError: It is not.
+            ParameterError: It is not, or a file where only a folder would do.
         """
         path: Path | None = getattr(self, part)
         if path is None:
             raise ParameterError(f"host {host!r} needs --{part} PATH")
         if not path.exists():
             raise ParameterError(f"--{part} {path}: there is no such file or folder")
+        if part == "checkout" and not path.is_dir():
+            raise ParameterError(f"--checkout {path}: is a file; name the folder of the host's code")
         return path
 
 

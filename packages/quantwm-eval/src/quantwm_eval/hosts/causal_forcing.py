@@ -22,6 +22,7 @@ from quantwm_eval.hosts import Setup
 from quantwm_eval.latents import latents_of
 from quantwm_eval.suite import Scene
 
+DEFAULT_CONFIG = Path("configs/default_config.yaml")
 CONFIG = Path("configs/causal_forcing_dmd_chunkwise.yaml")
 LATENT = (16, 60, 104)
 """Channels, height and width of a latent frame of 480 x 832."""
@@ -69,14 +70,15 @@ def load(setup: Setup) -> CausalForcingHost:
 
     Raises:
         ParameterError: A path is missing, the checkout is another one or lacks a library, or the size is not the host's.
-        FormatError: The weights are not this generator's, or there is no scene.
+        FormatError: The weights are not this generator's, the configuration is no YAML, or there is no scene.
     """
     check_size(CausalForcingHost.name, setup, ("480p",), "is written for 480p")
     root, weights, inputs = (setup.need(CausalForcingHost.name, part) for part in ("checkout", "weights", "inputs"))
-    chosen = CONFIG if setup.config is None else setup.config.resolve()
+    chosen = checkout.configuration(root, setup.config, CONFIG)
+    default = checkout.configuration(root, None, DEFAULT_CONFIG)
     weights, scenes = weights.resolve(), suite.read(inputs)
     with checkout.inside(root):
-        config = checkout.config(root, "configs/default_config.yaml", chosen)
+        config = checkout.config(root, default, chosen)
         if not hasattr(config, "denoising_step_list"):
             raise ParameterError(f"--config {chosen}: names no denoising_step_list; only few-step pipelines are loaded")
         pipeline = checkout.module(root, "pipeline").CausalInferencePipeline(config, device=torch.device(setup.device))
