@@ -14,7 +14,7 @@ import torch
 from quantwm_core.errors import ParameterError, QuantWMError
 from quantwm_core.tensor_file import replaced
 from quantwm_eval import output, provenance
-from quantwm_eval.commands.answer import BAD_OPTIONS, Answer, Tell
+from quantwm_eval.commands.answer import BAD_OPTIONS, DONE, FAILED, Answer, Tell
 from quantwm_eval.commands.arguments import check_device, method_list, positive
 from quantwm_eval.experiment import MethodChoice
 from quantwm_eval.text_table import grid
@@ -130,12 +130,22 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         return Answer("", f"quantwm bench: {error}", BAD_OPTIONS)
     known = {"provenance": provenance.collect(given, options.device).to_json()}
     lines: list[dict[str, Any]] = []
+    complaint = ""
     for line in measure(plan, options.methods, tell):
         lines.append(line | known)
-        if options.out is not None:  # as a whole each time, so that an interrupted run leaves whole lines
-            with replaced(options.out) as file:
-                file.write("".join(f"{json.dumps(each)}\n" for each in lines).encode())
-    return Answer(table.render(lines))
+        if options.out is not None:
+            complaint = _written(lines, options.out)
+    return Answer(table.render(lines), complaint, FAILED if complaint else DONE)
+
+
+def _written(lines: Sequence[dict[str, Any]], out: Path) -> str:
+    """Write all lines, as a whole each time, so that an interrupted run leaves whole ones; what went wrong, as the rest goes on."""
+    try:
+        with replaced(out) as file:
+            file.write("".join(f"{json.dumps(each)}\n" for each in lines).encode())
+    except OSError as error:
+        return f"quantwm bench: {output.unwritable(out, error)}"
+    return ""
 
 
 def _check_methods(methods: Sequence[MethodChoice]) -> None:
