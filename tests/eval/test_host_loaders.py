@@ -128,6 +128,18 @@ def test_what_a_host_does_not_make_is_refused(setup: Setup) -> None:
         else:
             with pytest.raises(ParameterError, match=f"--size {size}: host '{setup.checkout.name}' makes"):
                 loaded(setup, size=size)
+    early: list[tuple[dict[str, Any], str]] = [
+        ({"scenes": (2,)}, "prompts 0 to 1"),
+        ({"batch": 2}, "one video at a time"),
+        ({"weights": Path(__file__)}, "is a file; name the folder"),
+    ]
+    if setup.checkout.name != "matrix_game":  # whose configuration says what a chunk is
+        early.append(({"frames": 31}, "makes whole chunks"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quantwm_eval.checkout.library", pytest.fail)
+        for change, message in early:
+            with pytest.raises(ParameterError, match=message):
+                loaded(setup, **change)
     if setup.checkout.name != "matrix_game":
         with pytest.raises(ParameterError, match="has its settings in its code"):
             loaded(setup, config=setup.checkout / "any.yaml")

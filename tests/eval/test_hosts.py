@@ -141,6 +141,36 @@ def test_what_a_host_cannot_do_is_said_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--scenes": "0-2"}, "the suite has prompts 0 to 1"),
+        ({"--batch": "2"}, "batch 2: host 'causal_forcing' makes one video at a time"),
+        ({"--weights": __file__}, "test_hosts.py: not safetensors"),
+        ({"--weights": str(Path(__file__).parent)}, "eval: is a folder; name the file of safetensors"),
+        ({"--inputs": "empty.txt"}, "empty.txt: holds no prompt"),
+        ({"--config": "absent.yaml"}, "there is no "),
+    ],
+)  # fmt: skip
+def test_what_takes_nothing_of_the_hosts_is_looked_at_first(
+    checkout: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    bare = fake_checkout.write(tmp_path / "bare")
+    (bare / "omegaconf.py").write_text("import a_library_that_nobody_has\n")
+    words = options(bare)
+    typed = {"--scenes": "0", "--methods": "rtn"} | dict(zip(words[::2], words[1::2], strict=True)) | change
+    with fake_checkout.imported(bare):
+        assert cli.main(["eval", *(word for pair in typed.items() for word in pair)]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_checkout_that_lacks_something_is_named(checkout: Path, tmp_path: Path) -> None:
     given = setup(checkout)
     load = hosts.get("causal_forcing")

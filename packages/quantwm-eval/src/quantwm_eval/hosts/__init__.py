@@ -32,6 +32,9 @@ class Setup:
         inputs: Prompts, first frames or actions, in the format that the host states.
         config: The host's own configuration, where it has several.
         size: ``"480p"`` or ``"720p"``; empty for the host's own.
+        scenes: Numbers of those that will be asked for. These three are told so that what cannot be is said before a host is loaded.
+        frames: Of a video, where the user said how many.
+        batch: Videos that the user wants together.
     """
 
     device: str = "cpu"
@@ -40,6 +43,9 @@ class Setup:
     inputs: Path | None = None
     config: Path | None = None
     size: str = ""
+    scenes: tuple[int, ...] = ()
+    frames: int | None = None
+    batch: int = 1
 
     def need(self, host: str, part: str) -> Path:
         """Return a path that is given and there.

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from quantwm_core.errors import ParameterError
-from quantwm_eval import checkout, suite
-from quantwm_eval.checkout_host import POSITIONS, CheckoutHost, check_size, levels, load_weights, watched
+from quantwm_eval import checkout
+from quantwm_eval.checkout_given import POSITIONS, check_size, given
+from quantwm_eval.checkout_host import CheckoutHost, levels, load_weights, watched
 from quantwm_eval.evidence import Frames
 from quantwm_eval.hosts import Setup
 from quantwm_eval.latents import latents_of
@@ -73,10 +74,9 @@ def load(setup: Setup) -> CausalForcingHost:
         FormatError: The weights are not this generator's, the configuration is no YAML, or there is no scene.
     """
     check_size(CausalForcingHost.name, setup, ("480p",), "is written for 480p")
-    root, weights, inputs = (setup.need(CausalForcingHost.name, part) for part in ("checkout", "weights", "inputs"))
+    root, weights, scenes = given(CausalForcingHost.name, setup, file=True)
     chosen = checkout.configuration(root, setup.config, CONFIG)
     default = checkout.configuration(root, None, DEFAULT_CONFIG)
-    weights, scenes = weights.resolve(), suite.read(inputs)
     with checkout.inside(root):
         config = checkout.config(root, default, chosen)
         if not hasattr(config, "denoising_step_list"):

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from quantwm_core.errors import FormatError, ParameterError
-from quantwm_eval import checkout, suite
-from quantwm_eval.checkout_host import POSITIONS, CheckoutHost, check_size, levels, load_weights, part, watched
+from quantwm_eval import checkout
+from quantwm_eval.checkout_given import POSITIONS, check_size, given, part
+from quantwm_eval.checkout_host import CheckoutHost, levels, load_weights, watched
 from quantwm_eval.evidence import Frames
 from quantwm_eval.footage import picture
 from quantwm_eval.hosts import Setup
@@ -145,9 +146,9 @@ def load(setup: Setup) -> MatrixGameHost:
     """
     name = MatrixGameHost.name
     check_size(name, setup, (), f"makes {HEIGHT} x {WIDTH} alone")
-    root, weights, inputs = (setup.need(name, part) for part in ("checkout", "weights", "inputs"))
+    root, weights, scenes = given(name, setup)
     chosen = checkout.configuration(root, setup.config, CONFIG)
-    weights, scenes, device = weights.resolve(), suite.read(inputs), torch.device(setup.device)
+    device = torch.device(setup.device)
     with checkout.inside(root):
         config = checkout.config(root, chosen)
         if not (hasattr(config, "mode") and hasattr(config, "model_kwargs")):
