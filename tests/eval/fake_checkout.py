@@ -69,7 +69,9 @@ from types import SimpleNamespace
 class OmegaConf:
     @staticmethod
     def load(path):
-        lines = [line.partition(": ") for line in Path(path).read_text().splitlines()]
+        lines = [line.partition(": ") for line in Path(path).read_text("utf-8").splitlines()]
+        if lines[0][0].startswith("- "):
+            return [key for key, _, _ in lines]
         return {key: eval(value) for key, _, value in lines}
 
     @staticmethod
@@ -86,10 +88,12 @@ def write(folder: Path) -> Path:
         "configs/default_config.yaml": "num_frame_per_block: 1\n",
         "configs/causal_forcing_dmd_chunkwise.yaml": "num_frame_per_block: 3\ndenoising_step_list: [1000, 500]\n",
         "configs/many_steps.yaml": "num_frame_per_block: 3\n",
+        "configs/list.yaml": "- 1000\n",
         "prompts.txt": "a door\n\na window\n",
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+    (folder / "configs" / "torn.yaml").write_bytes(b"\xff\xfe")
     with imported(folder):
         generator = importlib.import_module("pipeline").Generator()
     state = {

@@ -67,7 +67,9 @@ def test_what_does_not_fit_has_a_line_and_the_others_are_measured(
     assert ("x" in rows[QUICK].split(QUICK)[1]) == (HOST not in named)  # without the host there is no ratio
 
 
-def test_a_run_that_ends_early_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_early_leaves_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "lines.jsonl"
 
     def interrupted(plan: Plan, stack: Stack, scheme: Any) -> Any:
@@ -87,7 +89,12 @@ def test_a_run_that_ends_early_leaves_whole_lines(tmp_path: Path, monkeypatch: p
         raise OSError("no space left")
 
     monkeypatch.setattr("quantwm_core.tensor_file.os.fsync", full)
+    monkeypatch.setattr(measure, "_attached", attached)
+    capsys.readouterr()
     assert main([*command, "--out", str(out), "--overwrite"]) == 1
+    told = capsys.readouterr()
+    assert "Matrix-Game 2" in told.out
+    assert f"--out {out}: cannot be written: no space left" in told.err
     assert out.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == [out.name]
 

@@ -146,6 +146,27 @@ def test_the_command_prints_a_table_and_writes_strict_json(tmp_path: Path, capsy
     assert json.loads(out.read_text())["pairs"][0]["values"]["psnr"] == "Infinity"
 
 
+def test_figures_are_printed_where_they_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, out = save_frames(tmp_path / "a", A), tmp_path / "scores.json"
+    given = ["compare", str(a), str(a), "--metrics", "psnr", "--out"]
+    assert cli.main([*given, str(out.with_name("x" * 300))]) == 2  # no file system takes such a name
+    told = capsys.readouterr()
+    assert "cannot be written: File name too long; name another file" in told.err
+    assert told.out == ""
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("quantwm_core.tensor_file.os.fsync", full)
+    assert cli.main([*given, str(out)]) == 1
+    told = capsys.readouterr()
+    assert "PSNR, dB" in told.out
+    assert f"--out {out}: cannot be written: No space left on device" in told.err
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_no_input_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = save_film(tmp_path / "a.mp4", A), save_film(tmp_path / "b.mp4", B)
     still = save_frames(tmp_path / "frames", A) / "frame_3.png"

@@ -180,6 +180,15 @@ def test_the_page_is_made_from_what_is_stored(folder: Path, tmp_path: Path, caps
     assert cli.main(["report", str(folder), "--out", str(tmp_path), "--overwrite"]) == 0
 
 
+def test_results_that_are_not_there_are_bad_options(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for absent in (tmp_path / "absent.jsonl", tmp_path):
+        assert cli.main(["report", str(folder), str(absent)]) == 2
+        assert f"quantwm report: {tmp_path}" in (told := capsys.readouterr().err)
+        assert "there is no such results file" in told
+
+
 def test_a_killed_runs_page_says_so(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = (folder / "results.jsonl").read_bytes()
     (tmp_path / "results.jsonl").write_bytes(whole[: len(whole) * 2 // 3])

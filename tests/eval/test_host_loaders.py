@@ -128,6 +128,18 @@ def test_what_a_host_does_not_make_is_refused(setup: Setup) -> None:
         else:
             with pytest.raises(ParameterError, match=f"--size {size}: host '{setup.checkout.name}' makes"):
                 loaded(setup, size=size)
+    early: list[tuple[dict[str, Any], str]] = [
+        ({"scenes": (2,)}, "prompts 0 to 1"),
+        ({"batch": 2}, "one video at a time"),
+        ({"weights": Path(__file__)}, "is a file; name the folder"),
+    ]
+    if setup.checkout.name != "matrix_game":  # whose configuration says what a chunk is
+        early.append(({"frames": 31}, "makes whole chunks"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quantwm_eval.checkout.library", pytest.fail)
+        for change, message in early:
+            with pytest.raises(ParameterError, match=message):
+                loaded(setup, **change)
     if setup.checkout.name != "matrix_game":
         with pytest.raises(ParameterError, match="has its settings in its code"):
             loaded(setup, config=setup.checkout / "any.yaml")
@@ -245,11 +257,14 @@ def test_a_device_and_a_mode_that_a_host_has_not(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ParameterError, match="written for CUDA"):
             loaded(setup)
     if setup.checkout.name == "matrix_game":
-        config = setup.checkout / "configs" / "inference_yaml" / "inference_gta_drive.yaml"
+        config = Path("configs/inference_yaml/inference_gta_drive.yaml")  # of the checkout, wherever one is
         with pytest.raises(ParameterError, match="holds no gta_distilled_model/gta_keyboard2dim"):
             loaded(setup, config=config)
-        with pytest.raises(ParameterError, match="there is no such file"):
+        with pytest.raises(ParameterError, match=r"there is no .*absent\.yaml and no .*absent\.yaml"):
             loaded(setup, config=config.with_name("absent.yaml"))
+        (setup.checkout / "modeless.yaml").write_text("model_kwargs: {}\n")
+        with pytest.raises(ParameterError, match=r"modeless\.yaml: names no mode"):
+            loaded(setup, config=Path("modeless.yaml"))
 
 
 def test_the_environment_may_change_while_a_host_runs(monkeypatch: pytest.MonkeyPatch) -> None:

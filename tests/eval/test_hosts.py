@@ -118,8 +118,12 @@ def test_the_cache_comes_and_goes(checkout: Path) -> None:
         ({"--batch": "2"}, "batch 2: host 'causal_forcing' makes one video at a time"),
         ({"--size": "720p"}, "host 'causal_forcing' is written for 480p"),
         ({"--checkout": "absent"}, "--checkout absent: there is no such"),
+        ({"--checkout": __file__}, "test_hosts.py: is a file; name the folder of the host's code"),
         ({"--weights": None}, "needs --weights PATH"),
-        ({"--config": "absent.yaml"}, "there is no such file"),
+        ({"--config": "configs/absent.yaml"}, "configs/absent.yaml and no /"),
+        ({"--config": "configs/many_steps.yaml"}, "many_steps.yaml: names no denoising_step_list"),
+        ({"--config": "configs/torn.yaml"}, "torn.yaml: no YAML that can be read: 'utf-8' codec can't decode"),
+        ({"--config": "configs/list.yaml"}, "list.yaml: need settings by name, got list"),
         ({"--host": "sglang"}, "experiments cannot load it (they load causal_forcing, demo, hy_world,"),
         ({"--host": "causal_forcin"}, "did you mean 'causal_forcing'"),
         ({"--host": "demo"}, "the demo world has no use for it"),
@@ -135,6 +139,36 @@ def test_what_a_host_cannot_do_is_said_before_anything_runs(
     assert cli.main(["eval", *given, "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--scenes": "0-2"}, "the suite has prompts 0 to 1"),
+        ({"--batch": "2"}, "batch 2: host 'causal_forcing' makes one video at a time"),
+        ({"--weights": __file__}, "test_hosts.py: not safetensors"),
+        ({"--weights": str(Path(__file__).parent)}, "eval: is a folder; name the file of safetensors"),
+        ({"--inputs": "empty.txt"}, "empty.txt: holds no prompt"),
+        ({"--config": "absent.yaml"}, "there is no "),
+    ],
+)  # fmt: skip
+def test_what_takes_nothing_of_the_hosts_is_looked_at_first(
+    checkout: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    bare = fake_checkout.write(tmp_path / "bare")
+    (bare / "omegaconf.py").write_text("import a_library_that_nobody_has\n")
+    words = options(bare)
+    typed = {"--scenes": "0", "--methods": "rtn"} | dict(zip(words[::2], words[1::2], strict=True)) | change
+    with fake_checkout.imported(bare):
+        assert cli.main(["eval", *(word for pair in typed.items() for word in pair)]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_checkout_that_lacks_something_is_named(checkout: Path, tmp_path: Path) -> None:

@@ -171,8 +171,10 @@ def test_the_command_prints_a_table_and_writes_lines(tmp_path: Path, capsys: pyt
     assert sum(table.shares(ours)) < 1
     assert main([*command, "--out", str(out)]) == 2
     assert "exists" in capsys.readouterr().err
-    assert main(["bench", "budget", "hy_world"]) == 0
-    assert "HY-World 1.5, 5B, 704p" in capsys.readouterr().out
+    assert "0.000 GiB" not in printed
+    assert main(["bench", "budget", "hy_world", "hy_world"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert sum("HY-World 1.5, 5B, 704p" in row for row in rows) == len(set(rows) - {""}) - 4 == 8
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,18 @@ def test_the_command_prints_a_table_and_writes_lines(tmp_path: Path, capsys: pyt
         (["causal_forcing", "--window", "9"], "--window 9: Causal-Forcing has no window"),
         (["longcat_video", "--frames", "17"], "--frames 17: LongCat-Video needs 6 latent frames, 21 of video"),
         (["longcat_video", "--once"], "--once: LongCat-Video has one encoding, which is stored once"),
-        (["matrix_game", "--memory", "4"], "--memory 4: cpu has 0 GiB that can be limited"),
+        (["longcat_video", "--frames", "94"], "--frames 94: LongCat-Video makes 93 or 97, whole chunks"),
+        (["hy_world", "--frames", "94"], "--frames 94: HY-World 1.5, 5B makes 93 or 109, whole chunks"),
+        (["hy_world", "--window", "21"], "of 93 frames HY-World 1.5, 5B caches 20 latent frames; need at most 20"),
+        (["lingbot_world", "--window", "25"], "of 93 frames LingBot-World-v2 caches 24 latent frames; need at most 24"),
+        (["causal_forcing", "--layers", "999"], "--layers 999: Causal-Forcing has 30 layers; need 1 to 30"),
+        (["causal_forcing", "--steps", "5"], "--steps 5: Causal-Forcing has 4 steps; need 1 to 4"),
+        (["longcat_video", "--tiny", "--layers", "3"], "--layers 3: LongCat-Video in small has 2 layers; need 1 to 2"),
+        (["matrix_game", "--memory", "4"], "--memory 4: needs --device cuda"),
+        (
+            ["matrix_game", "--methods", "kivi,quantwm:frames_ahead=12"],
+            "quantwm:frames_ahead=12: a stack has no table of",
+        ),
         (["matrix_game", "--device", "tpu"], "--device tpu: need cpu, cuda or cuda:N"),
     ],
 )

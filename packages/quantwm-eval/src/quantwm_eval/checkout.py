@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quantwm_core.errors import ParameterError
+from quantwm_core.errors import FormatError, ParameterError
 
 
 @contextmanager
@@ -61,14 +61,45 @@ def module(folder: Path, name: str) -> ModuleType:
     return found
 
 
-def config(folder: Path, *paths: str | Path) -> Any:
-    """Read configurations of a checkout as its own scripts do, later ones over earlier ones; call it inside.
+def configuration(folder: Path, given: Path | None, usual: Path) -> Path:
+    """Where a configuration is.
+
+    Args:
+        folder: The checkout.
+        given: What ``--config`` says: a file of the checkout, or else any path; None takes the usual one.
+        usual: The host's own, in the checkout.
 
     Raises:
-        ParameterError: A file is not there, or OmegaConf, which hosts read theirs with, is missing.
+        ParameterError: There is no file.
     """
-    for path in paths:
-        if not Path(path).is_file():
-            raise ParameterError(f"--config {path}: there is no such file in {folder}; name one with --config")
+    places = (folder / usual,) if given is None else (folder / given, given)
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    looked = " and no ".join(dict.fromkeys(str(place.resolve()) for place in places))
+    raise ParameterError(f"--config {given or usual}: there is no {looked}")
+
+
+def config(folder: Path, *paths: Path) -> Any:
+    """Read configurations as a checkout's own scripts do, later ones over earlier ones; call it inside.
+
+    Args:
+        folder: The checkout.
+        paths: Files, as :func:`configuration` finds them.
+
+    Raises:
+        ParameterError: OmegaConf, which hosts read theirs with, is missing.
+        FormatError: A file is no YAML, or holds something else than settings by name.
+    """
     reader = library(folder, "omegaconf").OmegaConf
-    return reader.merge(*(reader.load(path) for path in paths))
+    return reader.merge(*(_settings(reader, path) for path in paths))
+
+
+def _settings(reader: Any, path: Path) -> Mapping[str, Any]:
+    try:
+        found = reader.load(path)
+    except Exception as error:  # PyYAML's and OmegaConf's own, whose classes only the checkout's requirements bring
+        raise FormatError(f"--config {path}: no YAML that can be read: {' '.join(str(error).split())}") from error
+    if not isinstance(found, Mapping):
+        raise FormatError(f"--config {path}: need settings by name, got {type(found).__name__}")
+    return found

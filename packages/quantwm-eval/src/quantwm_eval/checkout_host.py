@@ -12,24 +12,21 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from quantwm_core.errors import FormatError, ParameterError
 from quantwm_core.method import Scheme
 from quantwm_eval.attached import AttachedCache
+from quantwm_eval.checkout_given import POSITIONS, check_frames, check_numbers, check_weights
 from quantwm_eval.evidence import Frames
 from quantwm_eval.host import Episode
-from quantwm_eval.hosts import Setup
 from quantwm_eval.latents import frames_of
 from quantwm_eval.suite import Scene
 from quantwm_models.attach import attach
 from quantwm_models.observer import CacheObserver
 
 NOISE_STRIDE = 1 << 24
-POSITIONS = 1024
-"""Latent frames that a host's rotation has positions for."""
 
 
 class CheckoutHost(ABC):
@@ -84,16 +81,8 @@ class CheckoutHost(ABC):
         Raises:
             QuantWMError: The message says what would do.
         """
-        if not all(0 <= scene < len(self.suite) for scene in scenes):
-            raise ParameterError(
-                f"scenes {min(scenes)} to {max(scenes)}: the suite has prompts 0 to {len(self.suite) - 1}"
-            )
-        fits = [self.frames_of(1 + chunk) for chunk in range(self.most_chunks)]
-        if frames not in fits:
-            raise ParameterError(
-                f"frames {frames}: host {self.name!r} makes whole chunks, {self.most_chunks} at most; "
-                f"need one of {', '.join(map(str, fits[:8]))}{', ...' if len(fits) > 8 else ''} up to {fits[-1]}"
-            )
+        check_numbers(scenes, self.suite)
+        check_frames(self.name, frames, [self.frames_of(1 + chunk) for chunk in range(self.most_chunks)])
         with redirect_stdout(sys.stderr):  # of hosts whose own code reads a scene
             for scene in scenes:
                 self.check_scene(self.suite[scene], frames)
@@ -196,10 +185,8 @@ def weights_of(path: Path) -> dict[str, Tensor]:
     Raises:
         FormatError: It is no safetensors file.
     """
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise FormatError(f"{path}: not safetensors: {error}; save the state dict of a pickle once") from error
+    check_weights(path)
+    return load_file(path)
 
 
 def load_weights(model: torch.nn.Module, path: Path, named: Callable[[str], str] = lambda name: name) -> None:
@@ -218,35 +205,3 @@ def load_weights(model: torch.nn.Module, path: Path, named: Callable[[str], str]
         model.load_state_dict(plain)
     except RuntimeError as error:
         raise FormatError(f"{path}: not the weights of {type(model).__name__}: {str(error)[:500]}") from error
-
-
-def part(root: Path, name: str) -> Path:
-    """A file or folder of released weights.
-
-    Raises:
-        ParameterError: It is not there.
-    """
-    path = root / name
-    if not path.exists():
-        raise ParameterError(f"--weights {root}: holds no {name}")
-    return path
-
-
-def check_size(host: str, setup: Setup, sizes: Sequence[str], told: str) -> None:
-    """Refuse a size of frames that the host's code does not make.
-
-    Raises:
-        ParameterError: The message says what it makes.
-    """
-    if setup.size and setup.size not in sizes:
-        raise ParameterError(f"--size {setup.size}: host {host!r} {told}")
-
-
-def refuse_config(host: str, setup: Setup) -> None:
-    """Refuse a configuration for a host that reads none.
-
-    Raises:
-        ParameterError: One was given.
-    """
-    if setup.config is not None:
-        raise ParameterError(f"--config {setup.config}: host {host!r} has its settings in its code")

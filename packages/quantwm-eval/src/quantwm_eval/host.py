@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 
+from quantwm_core.errors import ParameterError
 from quantwm_core.method import Scheme
 from quantwm_eval.evidence import CacheBytes, Frames, LookAway
 from quantwm_models.observer import CacheObserver
@@ -59,6 +60,16 @@ class Attached(Protocol):
 
     def use(self) -> CacheUse:
         """What it cost so far."""
+
+
+def check_batch(host: str, batch: int, makes_batches: bool) -> None:
+    """Refuse several videos together where a host of that name makes one.
+
+    Raises:
+        ParameterError: It does.
+    """
+    if batch > 1 and not makes_batches:
+        raise ParameterError(f"batch {batch}: host {host!r} makes one video at a time; use batch 1")
 
 
 class Host(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from quantwm_core.errors import FormatError, StateError
 from quantwm_eval import resume
@@ -57,15 +58,29 @@ def check_file(out: Path, inputs: Iterable[Path], overwrite: bool) -> None:
         overwrite: Whether another file that exists may be replaced.
 
     Raises:
-        StateError: The file may not be written, or has no folder; the message says what to do.
+        StateError: The file may not or cannot be written, or has no folder; the message says what to do.
     """
-    if out.exists():
-        if any(out.samefile(path) for path in inputs):
+    try:
+        there = out.exists()
+        if there and any(out.samefile(path) for path in inputs):
             raise StateError(f"--out {out}: that is an input itself; name another file")
-        if not overwrite:
+        if there and not overwrite:
             raise StateError(f"--out {out}: exists; name another file, or add --overwrite")
-    if out.is_dir() or not out.parent.is_dir():
-        raise StateError(f"--out {out}: need a file in a folder that exists")
+        if there != out.is_file() or not out.parent.is_dir():  # a device is none
+            raise StateError(f"--out {out}: need a file in a folder that exists")
+        with NamedTemporaryFile(dir=out.parent):  # whoever may do this may replace a file, too
+            pass
+    except OSError as error:
+        raise StateError(unwritable(out, error)) from error
+
+
+def unwritable(out: Path, error: OSError) -> str:
+    """What is said of a file that cannot be written.
+
+    >>> unwritable(Path("scores.json"), OSError(28, "No space left on device"))
+    '--out scores.json: cannot be written: No space left on device; name another file'
+    """
+    return f"--out {out}: cannot be written: {error.strerror or error}; name another file"
 
 
 def _check_demo(folder: Path) -> None:

@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from quantwm_core.errors import ParameterError, StateError, lookup
+from quantwm_core.errors import StateError, lookup
 from quantwm_eval import metrics
 from quantwm_eval.evidence import CacheBytes, Evidence, Frames, Seconds
 from quantwm_eval.experiment import CONTROL, Experiment, MethodChoice
-from quantwm_eval.host import Attached, Episode, Host
+from quantwm_eval.host import Attached, Episode, Host, check_batch
 from quantwm_eval.metric import Measurement
 from quantwm_eval.recorder import Recorder
 from quantwm_eval.results import Cell, Key
@@ -65,8 +65,7 @@ def count_chunks(experiment: Experiment, host: Host, finished: Sequence[Cell] = 
     """
     for kind in experiment.kinds:
         lookup(f"kind of episode of host {host.name!r}:", kind, host.kinds)
-    if experiment.batch > 1 and not host.makes_batches:
-        raise ParameterError(f"batch {experiment.batch}: host {host.name!r} makes one video at a time; use batch 1")
+    check_batch(host.name, experiment.batch, host.makes_batches)
     host.check(experiment.scenes, experiment.frames, experiment.degrees)
     known = {cell.key for cell in finished}
     one = experiment.scenes[:1]

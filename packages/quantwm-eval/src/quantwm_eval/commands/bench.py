@@ -14,7 +14,7 @@ import torch
 from quantwm_core.errors import ParameterError, QuantWMError
 from quantwm_core.tensor_file import replaced
 from quantwm_eval import output, provenance
-from quantwm_eval.commands.answer import BAD_OPTIONS, Answer, Tell
+from quantwm_eval.commands.answer import BAD_OPTIONS, DONE, FAILED, Answer, Tell
 from quantwm_eval.commands.arguments import check_device, method_list, positive
 from quantwm_eval.experiment import MethodChoice
 from quantwm_eval.text_table import grid
@@ -43,7 +43,10 @@ def _add_true_shapes(kinds: argparse._SubParsersAction[argparse.ArgumentParser])
         protocol, makes a video with the host's own BF16 cache, then with each method's under it, and prints bytes at rest
         and at the peak, seconds a chunk, and the shares of sealing and of reading."""
     one = kinds.add_parser(
-        "true-shapes", description=textwrap.fill(textwrap.dedent(told), 100), help="run a model's stack"
+        "true-shapes",
+        description=textwrap.fill(textwrap.dedent(told), 100),
+        epilog="On a CPU there is a dash for the peak: only a GPU's allocator tells it.",
+        help="run a model's stack",
     )
     one.add_argument("model", choices=shape.names(), metavar="MODEL", help=", ".join(shape.names()))
     one.add_argument(
@@ -93,7 +96,7 @@ def _add_budget(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def run_budget(options: argparse.Namespace, _given: Sequence[str], _tell: Tell) -> Answer:
     """Do it."""
-    names = tuple(options.model) or shape.names()
+    names = tuple(dict.fromkeys(options.model)) or shape.names()
     try:
         tables = [budget_table.fitting(names), budget_table.lengths(names)]
     except QuantWMError as error:
@@ -119,6 +122,7 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
     try:
         check_device(options.device)
         plan.check()
+        _check_methods(options.methods)
         _limit(options.memory, options.device)
         if options.out is not None:
             output.check_file(options.out, (), options.overwrite)
@@ -126,12 +130,37 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         return Answer("", f"quantwm bench: {error}", BAD_OPTIONS)
     known = {"provenance": provenance.collect(given, options.device).to_json()}
     lines: list[dict[str, Any]] = []
+    complaint = ""
     for line in measure(plan, options.methods, tell):
         lines.append(line | known)
-        if options.out is not None:  # as a whole each time, so that an interrupted run leaves whole lines
-            with replaced(options.out) as file:
-                file.write("".join(f"{json.dumps(each)}\n" for each in lines).encode())
-    return Answer(table.render(lines))
+        if options.out is not None:
+            complaint = _written(lines, options.out)
+    return Answer(table.render(lines), complaint, FAILED if complaint else DONE)
+
+
+def _written(lines: Sequence[dict[str, Any]], out: Path) -> str:
+    """Write all lines, as a whole each time, so that an interrupted run leaves whole ones; what went wrong, as the rest goes on."""
+    try:
+        with replaced(out) as file:
+            file.write("".join(f"{json.dumps(each)}\n" for each in lines).encode())
+    except OSError as error:
+        return f"quantwm bench: {output.unwritable(out, error)}"
+    return ""
+
+
+def _check_methods(methods: Sequence[MethodChoice]) -> None:
+    """Refuse what only a host could tell a cache.
+
+    Raises:
+        ParameterError: A method looks ahead.
+    """
+    for method in methods:
+        scheme = method.scheme(chunks_per_seal=1)
+        if scheme.frames_ahead and scheme.uses_queries:
+            raise ParameterError(
+                f"--methods {method.label}: a stack has no table of rotations by which queries could be turned to the frames "
+                "ahead; leave frames_ahead out, on which no byte depends"
+            )
 
 
 def _limit(memory: int | None, device: str) -> None:
@@ -142,8 +171,10 @@ def _limit(memory: int | None, device: str) -> None:
     """
     if memory is None:
         return
+    if torch.device(device).type != "cuda":
+        raise ParameterError(f"--memory {memory}: needs --device cuda; what a CPU allocates cannot be limited")
     number = torch.device(device).index or 0
-    there = torch.cuda.get_device_properties(number).total_memory if device.startswith("cuda") else 0
+    there = torch.cuda.get_device_properties(number).total_memory
     if there < memory * table.GIB:
         raise ParameterError(f"--memory {memory}: {device} has {there / table.GIB:.0f} GiB that can be limited")
     torch.cuda.set_per_process_memory_fraction(memory * table.GIB / there, number)

@@ -11,8 +11,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from quantwm_core.errors import ParameterError, StateError
+from quantwm_core.tensor_file import replaced
 from quantwm_eval import compare, metrics, output, pool, provenance
-from quantwm_eval.commands.answer import BAD_OPTIONS, Answer, Tell
+from quantwm_eval.commands.answer import BAD_OPTIONS, FAILED, Answer, Tell
 from quantwm_eval.commands.arguments import metric_list, positive
 
 
@@ -52,9 +53,15 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         return Answer("", f"quantwm compare: {error}", BAD_OPTIONS)
     found = pool.scores(pairs, wanted, options.jobs)
     scores = list(tqdm(found, total=len(pairs), unit="video", disable=None, leave=False))
+    table = compare.table(scores, wanted)
     if options.out is not None:
-        options.out.write_text(compare.to_json(scores, provenance.collect(given)), encoding="utf-8")
-    return Answer(compare.table(scores, wanted))
+        text = compare.to_json(scores, provenance.collect(given))
+        try:
+            with replaced(options.out) as file:
+                file.write(text.encode())
+        except OSError as error:  # what was measured is printed
+            return Answer(table, f"quantwm compare: {output.unwritable(options.out, error)}", FAILED)
+    return Answer(table)
 
 
 def _wanted(chosen: tuple[str, ...] | None, tell: Tell) -> list[str]:

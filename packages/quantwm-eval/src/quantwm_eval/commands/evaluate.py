@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +152,10 @@ def _prepared(options: argparse.Namespace, setup: Setup) -> tuple[Experiment, Ho
             chosen = named.get(options.experiment).settings
     typed = {name: getattr(options, name) for name in OF_EXPERIMENT if name in options}
     chosen = chosen | typed
-    model = experiment_file.build(chosen).model
-    host = hosts.get(model)(setup)
-    return experiment_file.build(_fitted(chosen, host, fixed | typed.keys())), host
+    known, fixed = experiment_file.build(chosen), fixed | typed.keys()
+    own = {name: getattr(known, name) for name in ("frames", "batch") if name in fixed}
+    host = hosts.get(known.model)(replace(setup, scenes=known.scenes, **own))
+    return experiment_file.build(_fitted(chosen, host, fixed)), host
 
 
 def _fitted(chosen: Mapping[str, Any], host: Host, fixed: Set[str]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def run(options: argparse.Namespace, _given: Sequence[str], tell: Tell) -> Answe
     """Do it."""
     paths = [path / RESULTS if path.is_dir() else path for path in options.results]
     try:
+        _check(paths)
         found = merge.load(paths)
         scores = vbench.load(paths[0].with_name(vbench.FILE))
         judged = [] if scores is None else [scores.table(_labels(found), kind) for kind in found.experiment.kinds]
@@ -66,6 +67,13 @@ def run(options: argparse.Namespace, _given: Sequence[str], tell: Tell) -> Answe
     if found.valid:
         return Answer(text)
     return Answer(text, "quantwm report: INVALID, a BF16 control differed from its reference", FAILED)
+
+
+def _check(paths: Sequence[Path]) -> None:
+    """Raise :class:`StateError` where a results file is not there, before any is read."""
+    for path in paths:
+        if not path.is_file():
+            raise StateError(f"{path}: there is no such results file; quantwm eval and quantwm demo write {RESULTS}")
 
 
 def _labels(found: Results) -> list[str]:

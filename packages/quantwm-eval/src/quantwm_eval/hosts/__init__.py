@@ -32,6 +32,9 @@ class Setup:
         inputs: Prompts, first frames or actions, in the format that the host states.
         config: The host's own configuration, where it has several.
         size: ``"480p"`` or ``"720p"``; empty for the host's own.
+        scenes: Numbers of those that will be asked for. These three are told so that what cannot be is said before a host is loaded.
+        frames: Of a video, where the user said how many.
+        batch: Videos that the user wants together.
     """
 
     device: str = "cpu"
@@ -40,18 +43,23 @@ class Setup:
     inputs: Path | None = None
     config: Path | None = None
     size: str = ""
+    scenes: tuple[int, ...] = ()
+    frames: int | None = None
+    batch: int = 1
 
     def need(self, host: str, part: str) -> Path:
         """Return a path that is given and there.
 
         Raises:
-            ParameterError: It is not.
+            ParameterError: It is not, or a file where only a folder would do.
         """
         path: Path | None = getattr(self, part)
         if path is None:
             raise ParameterError(f"host {host!r} needs --{part} PATH")
         if not path.exists():
             raise ParameterError(f"--{part} {path}: there is no such file or folder")
+        if part == "checkout" and not path.is_dir():
+            raise ParameterError(f"--checkout {path}: is a file; name the folder of the host's code")
         return path
 
 

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 
 from quantwm_core.errors import ParameterError
-from quantwm_eval import checkout, suite
-from quantwm_eval.checkout_host import POSITIONS, CheckoutHost, check_size, levels, load_weights, watched
+from quantwm_eval import checkout
+from quantwm_eval.checkout_given import POSITIONS, check_size, given
+from quantwm_eval.checkout_host import CheckoutHost, levels, load_weights, watched
 from quantwm_eval.evidence import Frames
 from quantwm_eval.hosts import Setup
 from quantwm_eval.latents import latents_of
 from quantwm_eval.suite import Scene
 
+DEFAULT_CONFIG = Path("configs/default_config.yaml")
 CONFIG = Path("configs/causal_forcing_dmd_chunkwise.yaml")
 LATENT = (16, 60, 104)
 """Channels, height and width of a latent frame of 480 x 832."""
@@ -69,14 +71,14 @@ def load(setup: Setup) -> CausalForcingHost:
 
     Raises:
         ParameterError: A path is missing, the checkout is another one or lacks a library, or the size is not the host's.
-        FormatError: The weights are not this generator's, or there is no scene.
+        FormatError: The weights are not this generator's, the configuration is no YAML, or there is no scene.
     """
     check_size(CausalForcingHost.name, setup, ("480p",), "is written for 480p")
-    root, weights, inputs = (setup.need(CausalForcingHost.name, part) for part in ("checkout", "weights", "inputs"))
-    chosen = CONFIG if setup.config is None else setup.config.resolve()
-    weights, scenes = weights.resolve(), suite.read(inputs)
+    root, weights, scenes = given(CausalForcingHost.name, setup, file=True)
+    chosen = checkout.configuration(root, setup.config, CONFIG)
+    default = checkout.configuration(root, None, DEFAULT_CONFIG)
     with checkout.inside(root):
-        config = checkout.config(root, "configs/default_config.yaml", chosen)
+        config = checkout.config(root, default, chosen)
         if not hasattr(config, "denoising_step_list"):
             raise ParameterError(f"--config {chosen}: names no denoising_step_list; only few-step pipelines are loaded")
         pipeline = checkout.module(root, "pipeline").CausalInferencePipeline(config, device=torch.device(setup.device))

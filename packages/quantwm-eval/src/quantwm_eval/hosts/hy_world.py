@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from quantwm_core.errors import FormatError, ParameterError
-from quantwm_eval import checkout, suite
-from quantwm_eval.checkout_host import POSITIONS, CheckoutHost, check_size, levels, load_weights, part, refuse_config
+from quantwm_eval import checkout
+from quantwm_eval.checkout_given import POSITIONS, check_size, check_weights, given, lengths, part, refuse_config
+from quantwm_eval.checkout_host import CheckoutHost, levels, load_weights
 from quantwm_eval.evidence import Frames
 from quantwm_eval.hosts import Setup
 from quantwm_eval.latents import latents_of
@@ -127,10 +128,11 @@ def load(setup: Setup) -> HyWorldHost:
     name = HyWorldHost.name
     check_size(name, setup, ("720p",), f"makes {HEIGHT} x {WIDTH} alone: 880 tokens a frame are written into its code")
     refuse_config(name, setup)
-    root, weights, inputs = (setup.need(name, part) for part in ("checkout", "weights", "inputs"))
+    root, weights, scenes = given(name, setup, fits=lengths(CHUNK))
     base, architecture = part(weights, BASE), part(weights, "wan_transformer")
     trained = part(weights, "wan_distilled_model/model.safetensors")
-    scenes, device, dtype = suite.read(inputs), torch.device(setup.device), torch.bfloat16
+    check_weights(trained)
+    device, dtype = torch.device(setup.device), torch.bfloat16
     with checkout.inside(root, "wan"):
         poses = checkout.module(root, "hyvideo.generate")  # believes in one process; the rest is told of none
     with checkout.inside(root, "wan"), alone():

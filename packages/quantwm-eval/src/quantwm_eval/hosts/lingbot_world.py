@@ -15,8 +15,9 @@ import torch
 from numpy.lib.format import open_memmap
 
 from quantwm_core.errors import FormatError, ParameterError
-from quantwm_eval import checkout, suite
-from quantwm_eval.checkout_host import POSITIONS, CheckoutHost, check_size, levels, part, refuse_config, watched
+from quantwm_eval import checkout
+from quantwm_eval.checkout_given import POSITIONS, check_size, given, lengths, part, refuse_config
+from quantwm_eval.checkout_host import CheckoutHost, levels, watched
 from quantwm_eval.evidence import Frames
 from quantwm_eval.footage import picture
 from quantwm_eval.hosts import Setup
@@ -85,9 +86,8 @@ def load(setup: Setup) -> LingBotWorldHost:
     name = LingBotWorldHost.name
     check_size(name, setup, tuple(AREAS), "makes 480p and 720p")
     refuse_config(name, setup)
-    root, weights, inputs = (setup.need(name, part) for part in ("checkout", "weights", "inputs"))
     device = gpu(setup.device)
-    weights, scenes = weights.resolve(), suite.read(inputs)
+    root, weights, scenes = given(name, setup, fits=lengths(CHUNK))
     with checkout.inside(root):
         configs = checkout.module(root, "wan.configs")
         pipeline = checkout.module(root, "wan").WanI2VCausal(

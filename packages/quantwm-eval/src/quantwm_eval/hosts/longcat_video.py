@@ -9,7 +9,7 @@ the prompt alone, without any cache. Only the frames that follow count.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ import PIL.Image
 import torch
 
 from quantwm_core.errors import FormatError, ParameterError
-from quantwm_eval import checkout, footage, suite
-from quantwm_eval.checkout_host import CheckoutHost, check_size, levels, part, refuse_config
+from quantwm_eval import checkout, footage
+from quantwm_eval.checkout_given import check_size, given, part, refuse_config
+from quantwm_eval.checkout_host import CheckoutHost, levels
 from quantwm_eval.evidence import Frames
 from quantwm_eval.hosts import Setup
 from quantwm_eval.suite import Scene
@@ -128,20 +129,22 @@ def load(setup: Setup) -> LongCatVideoHost:
     name = LongCatVideoHost.name
     check_size(name, setup, SIZES, "makes 480p and 720p")
     refuse_config(name, setup)
-    root, weights, inputs = (setup.need(name, part) for part in ("checkout", "weights", "inputs"))
-    weights, scenes, device = weights.resolve(), suite.read(inputs), torch.device(setup.device)
+    fits = [(1 + segment) * (SEGMENT - GIVEN) for segment in range(LongCatVideoHost.most_chunks)]
+    root, weights, scenes = given(name, setup, fits=fits)
+    folders = {name: part(weights, name) for name in ("tokenizer", "text_encoder", "vae", "scheduler", "dit")}
+    device = torch.device(setup.device)
     with checkout.inside(root):
         transformers = checkout.library(root, "transformers")
-        kinds: Sequence[tuple[str, str, Any]] = (
-            ("tokenizer", "tokenizer", transformers.AutoTokenizer),
-            ("text_encoder", "text_encoder", transformers.UMT5EncoderModel),
-            ("vae", "vae", _own(root, "modules.autoencoder_kl_wan").AutoencoderKLWan),
-            ("scheduler", "scheduler", _own(root, "modules.scheduling_flow_match_euler_discrete").FlowMatchEulerDiscreteScheduler),
-            ("dit", "dit", _own(root, "modules.longcat_video_dit").LongCatVideoTransformer3DModel),
-        )  # fmt: skip
+        kinds: dict[str, Any] = {
+            "tokenizer": transformers.AutoTokenizer,
+            "text_encoder": transformers.UMT5EncoderModel,
+            "vae": _own(root, "modules.autoencoder_kl_wan").AutoencoderKLWan,
+            "scheduler": _own(root, "modules.scheduling_flow_match_euler_discrete").FlowMatchEulerDiscreteScheduler,
+            "dit": _own(root, "modules.longcat_video_dit").LongCatVideoTransformer3DModel,
+        }
         parts = {
-            to: kind.from_pretrained(str(part(weights, folder)), local_files_only=True, **_options(to))
-            for to, folder, kind in kinds
+            name: kind.from_pretrained(str(folders[name]), local_files_only=True, **_options(name))
+            for name, kind in kinds.items()
         }
         pipeline = _own(root, "pipeline_longcat_video").LongCatVideoPipeline(**parts)
     for model in (pipeline.text_encoder, pipeline.vae, pipeline.dit):

@@ -20,9 +20,10 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from quantwm_core.errors import FormatError
-from quantwm_eval import checkout, suite
-from quantwm_eval.checkout_host import POSITIONS, CheckoutHost, check_size, levels, load_weights, part, watched
+from quantwm_core.errors import FormatError, ParameterError
+from quantwm_eval import checkout
+from quantwm_eval.checkout_given import POSITIONS, check_size, given, part
+from quantwm_eval.checkout_host import CheckoutHost, levels, load_weights, watched
 from quantwm_eval.evidence import Frames
 from quantwm_eval.footage import picture
 from quantwm_eval.hosts import Setup
@@ -141,15 +142,17 @@ def load(setup: Setup) -> MatrixGameHost:
 
     Raises:
         ParameterError: A path is missing, the checkout is another one or lacks a library, or the size is not the host's.
-        FormatError: The weights are not this model's, or there is no scene.
+        FormatError: The weights are not this model's, the configuration is no YAML, or there is no scene.
     """
     name = MatrixGameHost.name
     check_size(name, setup, (), f"makes {HEIGHT} x {WIDTH} alone")
-    root, weights, inputs = (setup.need(name, part) for part in ("checkout", "weights", "inputs"))
-    chosen = CONFIG if setup.config is None else setup.config.resolve()
-    weights, scenes, device = weights.resolve(), suite.read(inputs), torch.device(setup.device)
+    root, weights, scenes = given(name, setup)
+    chosen = checkout.configuration(root, setup.config, CONFIG)
+    device = torch.device(setup.device)
     with checkout.inside(root):
         config = checkout.config(root, chosen)
+        if not (hasattr(config, "mode") and hasattr(config, "model_kwargs")):
+            raise ParameterError(f"--config {chosen}: names no mode and no model_kwargs; need one of {CONFIG.parent}")
         checkpoint = part(weights, CHECKPOINTS.get(str(config.mode), str(config.mode)))
         wrapper = checkout.module(root, "utils.wan_wrapper").WanDiffusionWrapper
         generator = wrapper(**dict(config.model_kwargs), is_causal=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quantwm_core.errors import ParameterError
+from quantwm_eval.latents import frames_of
 from quantwm_eval.true_shapes.hy_world import WanPipeline
 from quantwm_eval.true_shapes.layers import Weights
 from quantwm_eval.true_shapes.longcat_video import LongCatVideoPipeline
@@ -83,12 +84,29 @@ class Plan:
 
         Raises:
             UnknownNameError: The model, or the resolution for its host.
-            ParameterError: The video is too short, the window does not fit, or there is one encoding.
+            ParameterError: The video is too short or no whole chunks, the window holds more than the video, there are not so
+                many layers or steps, or there is one encoding.
         """
-        if self.once and self.shape.kinds == 1:
-            raise ParameterError(f"--once: {self.shape.title} has one encoding, which is stored once")
-        self.shape.latents(self.frames)
-        self.shape.frame_tokens(self.resolution)
+        shape = self.shape
+        if self.once and shape.kinds == 1:
+            raise ParameterError(f"--once: {shape.title} has one encoding, which is stored once")
+        shape.frame_tokens(self.resolution)
+        self._check_length(shape, shape.latents(self.frames))
+        for name, given, there in (("layers", self.layers, shape.layers), ("steps", self.steps, shape.steps)):
+            if given is not None and given > there:
+                small = " in small" if self.tiny else ""
+                raise ParameterError(f"--{name} {given}: {shape.title}{small} has {there} {name}; need 1 to {there}")
+
+    def _check_length(self, shape: Shape, latents: int) -> None:
+        """Refuse frames that a video would not have, and a window that would not fill."""
+        made, longer = frames_of(latents), frames_of(latents + (1 if shape.host == "segments" else shape.chunk))
+        if made != self.frames:
+            raise ParameterError(f"--frames {self.frames}: {shape.title} makes {made} or {longer}, whole chunks")
+        most = shape.history(latents)
+        if self.window is not None and self.window > most:
+            raise ParameterError(
+                f"--window {self.window}: of {self.frames} frames {shape.title} caches {most} latent frames; need at most {most}"
+            )
 
     def build(self, layers: int | None = None) -> Stack:
         """The stack, of another depth if told."""

@@ -137,8 +137,16 @@ class Shape:
         >>> [Shape.load(name).cached(24) for name in names()]
         [24, 16, 18, 19, 6]
         """
-        most = latents if self.host == "rolling" else latents - self.chunk
+        most = self.history(latents)
         return most if self.window is None else min(most, self.window)
+
+    def history(self, latents: int) -> int:
+        """Latent frames that it would hold without a window.
+
+        >>> [Shape.load(name).history(24) for name in names()]
+        [24, 20, 24, 19, 24]
+        """
+        return latents if self.host == "rolling" else latents - self.chunk
 
 
 def names() -> tuple[str, ...]:

@@ -111,6 +111,18 @@ def _rows(lines: Iterable[Line]) -> list[tuple[str, ...]]:
     return [_row(line, hosts) if fits(line) else (line["method"], *without) for line in every]
 
 
+def size(nbytes: float, digits: int) -> str:
+    """Bytes in GiB, and those of a stack in small in the largest unit that there is one of.
+
+    >>> [size(each, digits=2) for each in (71.44 * 2**30, 2**28, 3 * 2**20, 12_345)]
+    ['71.44 GiB', '0.25 GiB', '3.00 MiB', '12.06 KiB']
+    """
+    if nbytes >= GIB / 100:
+        return f"{nbytes / GIB:.{digits}f} GiB"
+    unit, name = (2**20, "MiB") if nbytes >= 2**20 else (2**10, "KiB")
+    return f"{nbytes / unit:.{digits}f} {name}"
+
+
 def slowdown(line: Line, hosts: Sequence[Line]) -> float:
     """How much longer a video takes than under the untouched host, as a share: 0.02 is 2 %.
 
@@ -128,9 +140,9 @@ def _row(line: Line, hosts: Sequence[Line]) -> tuple[str, ...]:
     measured, ours = line["peak_nbytes"] > 0, line not in hosts
     return (
         line["method"],
-        f"{at_rest(line) / GIB:.3f} GiB",
+        size(at_rest(line), digits=3),
         "-" if ratio is None else f"{ratio:.2f}x",
-        f"{line['peak_nbytes'] / GIB:.2f} GiB" if measured else "-",
+        size(line["peak_nbytes"], digits=2) if measured else "-",
         f"{line['peak_nbytes'] / line['model_nbytes']:.3f}" if measured and ours else "-",
         f"{sorted(each)[len(each) // 2]:.3f}",
         "-" if slower is None else f"{100 * slower:+.1f} %",
