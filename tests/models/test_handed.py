@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -71,7 +72,10 @@ def test_what_are_no_tensors_by_name_is_refused_and_the_file_stays(extra: Any, m
     assert saved.read_bytes() == before
 
 
-def test_settings_may_be_numbers_of_numpy_and_nothing_that_json_cannot_say(tmp_path: Path) -> None:
+def test_settings_may_be_numbers_of_numpy_and_nothing_that_json_cannot_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # where the tests of core run in the same process
     window: Any = np.int64(96)
     go_on(caches := layers(window=window), 0, 3)
     for cache in caches:
