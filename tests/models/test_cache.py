@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
@@ -280,7 +281,8 @@ def test_what_cannot_look_on_is_refused(observers: Any) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
-def test_what_is_no_turning_is_refused(ahead: int) -> None:
+def test_what_is_no_turning_is_refused(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # where the tests of core run in the same process
     with pytest.raises(ParameterError, match=r"layer 4: turning 'x': need a quantwm_core\.rotary\.Turning, or None"):
         LayerCache("klt", layer=4, frames_ahead=ahead, turning="x")  # type: ignore[arg-type]  # on purpose
 

@@ -1,10 +1,14 @@
 """Layers that go on like a world, for the snapshot tests, and all that one of them holds."""
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from quantwm_models import LayerCache, Offload, Workspace
+from quantwm_models import LayerCache, Offload, Workspace, snapshot
 from tests.models.chunks import bits, chunk, normal
 from tests.models.chunks import snapshot as held
 from tests.models.rolling_host import Pipeline
@@ -38,6 +42,36 @@ def go_on(caches: list[LayerCache], first: int, count: int, device: str = "cpu")
             seen += [bits(each.cpu()) for each in cache.read()]
             cache.observe(normal(1, 2, 4, 16, seed=seed + 7).to(device))
     return seen
+
+
+def world(path: Path) -> Path:
+    """A snapshot of two layers, three units and an active chunk."""
+    caches = layers(window=96)
+    go_on(caches, 0, 4)
+    snapshot.save(caches, path)
+    return path
+
+
+def refused(caches: list[LayerCache], path: Path, error: type[Exception], message: str) -> None:
+    """The file is refused, and the caches are what they were, to the byte and the object."""
+    before = [held(cache) for cache in caches]
+    with pytest.raises(error, match=message) as caught:
+        snapshot.load(caches, path)
+    assert type(caught.value) is error
+    assert str(path) in str(caught.value)
+    assert [held(cache) for cache in caches] == before
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], object] = dict, **metadata: str) -> None:
+    """Write the file anew with another state or metadata."""
+    blob = path.read_bytes()
+    size = 8 + int.from_bytes(blob[:8], "little")
+    header = json.loads(blob[8:size])
+    state = json.loads(header["__metadata__"]["state"])
+    change(state)
+    header["__metadata__"] |= {"state": json.dumps(state)} | metadata
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + blob[size:])
 
 
 def allocated(host: Pipeline) -> list[Any]:

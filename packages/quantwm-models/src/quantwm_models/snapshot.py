@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,14 +24,11 @@ from quantwm_models.attach import Attachment
 from quantwm_models.bookkeeping import sizes_told, whole
 from quantwm_models.cache import LayerCache
 from quantwm_models.contents import located
-from quantwm_models.counter import Counter
+from quantwm_models.handed import Caches, check_path, extra_tensors, listed_caches, plain
 from quantwm_models.memory import explained
 from quantwm_models.recorded import Recorder, Source
-from quantwm_models.store import Store
 
 FORMAT, VERSION = "quantwm-snapshot", 1
-Caches = Attachment | LayerCache | Store | Iterable[LayerCache | Store]
-"""What is saved together: all caches of an attached host, or some that are kept by hand, in an order that stays."""
 _EXTRA = "extra."
 _ADVICE = "clear() caches that hold something else first, or name another device"
 
@@ -47,8 +44,10 @@ def save(caches: Caches, path: str | os.PathLike[str], extra: Mapping[str, Tenso
         extra: Tensors of the host's own state by name, such as that of its random generator; :func:`load` returns them.
 
     Raises:
+        ParameterError: What came are no caches or one twice, no path, no dense tensors by name, or a cache has a layer or a
+            setting that JSON cannot say.
         StateError: A host has no caches yet, or wrote keys whose values are still to come; or an extra tensor requires grad.
-        DtypeError: A method of another distribution stores a number format that files do not hold.
+        DtypeError: An extra tensor, or what a method of another distribution stores, has a number format that files do not hold.
         FormatError: ``path`` is a folder.
         OSError: The folder cannot be written, or the disk is full; an older file stays as it was.
 
@@ -64,18 +63,16 @@ def save(caches: Caches, path: str | os.PathLike[str], extra: Mapping[str, Tenso
     >>> branch.tokens, torch.equal(branch.read()[0], cache.read()[0])
     (256, True)
     """
+    check_path(path)
     adapter, placed = _placed(caches)
-    tensors = {
-        _EXTRA + name: tensor.tensor() if isinstance(tensor, Counter) else tensor
-        for name, tensor in (extra or {}).items()
-    }
+    tensors = {_EXTRA + name: tensor for name, tensor in extra_tensors(extra).items()}
     told = []
     for number, (place, cache) in enumerate(placed):
         _check_whole(cache)
         recorder = Recorder(f"cache.{number}.")
         told.append({"place": place, "settings": _settings(cache)} | recorder.record(cache))
         tensors |= recorder.tensors
-    state = json.dumps({"adapter": adapter, "caches": told})
+    state = json.dumps({"adapter": adapter, "caches": told}, default=plain)
     write_tensors(path, tensors, {"format": f"{FORMAT}/{VERSION}", "state": state})
 
 
@@ -94,6 +91,7 @@ def load(caches: Caches, path: str | os.PathLike[str], device: torch.device | st
         What the caller had added, on the CPU.
 
     Raises:
+        ParameterError: What came are no caches or one twice, or no path.
         FormatError: The file is no snapshot, of a newer version, truncated or damaged, or a folder.
         StateError: It is of other caches, or a host wrote keys whose values are still to come.
         ShapeError: It is of another batch, number of heads or of channels.
@@ -101,6 +99,7 @@ def load(caches: Caches, path: str | os.PathLike[str], device: torch.device | st
         CacheMemoryError: Its memory ran out.
         OSError: The file cannot be read.
     """
+    check_path(path)
     adapter, placed = _placed(caches)
     with opened(path) as file, _damage_named(path):
         state = _state(file)
@@ -130,9 +129,7 @@ def _placed(caches: Caches) -> tuple[str, list[tuple[tuple[str, int], LayerCache
         if not caches.layers:
             raise StateError("the host was given no caches yet; let it allocate its cache first")
         return caches.adapter, list(caches.layers.items())
-    several: Iterable[LayerCache | Store] = [caches] if isinstance(caches, LayerCache | Store) else caches
-    listed = [each.halves.cache if isinstance(each, Store) else each for each in several]
-    return "", [(("", cache.layer), cache) for cache in listed]
+    return "", [(("", cache.layer), cache) for cache in listed_caches(caches)]
 
 
 def _settings(cache: LayerCache) -> dict[str, Any]:
