@@ -225,8 +225,8 @@ def test_the_peak_on_a_gpu_is_within_the_byte_model(name: str, offload: bool) ->
     methods = [MethodChoice.parse(each) for each in ("quantwm", "qvg:iterations=2")]
     host, *ours, _ = run(plan, methods, lambda _: None)
     for line in ours:
-        # With so few layers, what sealing takes for a unit of one of them counts.
-        assert line["peak_nbytes"] <= 1.03 * (line["model_nbytes"] + line["unit_nbytes"]), line
+        # With so few layers, the unit that is being sealed counts, and the one that was and is not confirmed.
+        assert line["peak_nbytes"] <= 1.03 * (line["model_nbytes"] + 2 * line["unit_nbytes"]), line
     if plan.shape.host != "rolling" and not offload:
         # The untouched host holds two histories; ours none, but what a layer seals and what its reads share.
         assert host["peak_nbytes"] >= host["before_nbytes"] + 2 * host["own_nbytes"]

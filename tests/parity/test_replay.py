@@ -29,7 +29,7 @@ class Counted:
     def __init__(self, call: replay.Call, inputs: Sequence[Tensor], kept: replay.Kept) -> None:
         if self.full:
             raise torch.OutOfMemoryError("no room")
-        self.call = call
+        self.call, self.nbytes = call, replay.nbytes_of(inputs)
 
     def replay(self, inputs: Sequence[Tensor]) -> replay.Made:
         return [{name: -tensor for name, tensor in each.items()} for each in self.call(inputs)]
@@ -74,6 +74,9 @@ def test_no_more_is_recorded_than_there_is_room_for(counted: type[Counted], monk
     monkeypatch.setattr(replay, "MOST_KEPT_NBYTES", 24)
     recordings, one = replay.Recordings(), torch.ones(3)  # 12 bytes
     assert [run(recordings, key, one) for key in "aabbccca"] == [6, -6, 6, -6, 6, 6, 6, -6]
+    assert recordings.nbytes() == 24
+    recordings.clear()
+    assert recordings.nbytes() == 0
 
 
 def test_what_does_not_fit_into_memory_is_called(counted: type[Counted], monkeypatch: pytest.MonkeyPatch) -> None:

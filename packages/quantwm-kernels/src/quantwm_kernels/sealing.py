@@ -201,6 +201,16 @@ def forget_recordings() -> None:
         recorded.RECORDINGS.clear()
 
 
+def recorded_nbytes() -> int:
+    """Bytes of GPU memory, of all devices, that :func:`forget_recordings` would give back.
+
+    >>> recorded_nbytes()
+    0
+    """
+    recorded = sys.modules.get("quantwm_kernels.triton.replay")
+    return 0 if recorded is None else int(recorded.RECORDINGS.nbytes())
+
+
 def _hand_over(sealed: Sequence[SealedTensor], begun: torch.cuda.Stream) -> None:
     """Let the current stream use what another one makes."""
     caller = torch.cuda.current_stream(begun.device)

@@ -19,7 +19,7 @@ MOST_NBYTES = 64 << 20
 """Bytes of a call's tensors from which on it is not recorded: the device takes about as long as the host then."""
 
 MOST_KEPT_NBYTES = 256 << 20
-"""Bytes of tensors that recordings of a device keep copies of."""
+"""Bytes of tensors that recordings of a device keep, but for what the last one adds."""
 
 MOST_SEEN = 64
 """Calls that are remembered, recorded or not."""
@@ -34,7 +34,7 @@ class Kept:
 
     Attributes:
         pool: Memory for what is there during a replay only.
-        nbytes: Bytes of inputs of all recordings.
+        nbytes: Bytes of inputs of all recordings, and of what they make.
         last: Where the last replay had been copied out.
     """
 
@@ -65,6 +65,7 @@ class Recording:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, kept.pool, beside, capture_error_mode="thread_local"):
                 self._made = call(self._inputs)
+        self.nbytes = nbytes_of(self._inputs) + sum(nbytes_of(list(each.values())) for each in self._made)
 
     def replay(self, inputs: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         """What the call makes of other tensors, in memory of its own."""
@@ -106,6 +107,11 @@ class Recordings:
             self._seen[known] = recording
             return call(inputs) if recording is None else recording.replay(inputs)
 
+    def nbytes(self) -> int:
+        """Bytes that recordings keep, of all devices."""
+        with self._lock:
+            return sum(each.nbytes for each in self._kept.values())
+
     def clear(self) -> None:
         """Give the memory back."""
         with self._lock:
@@ -117,14 +123,14 @@ class Recordings:
         device = inputs[0].device
         if device not in self._kept:
             self._kept[device] = Kept(torch.cuda.graph_pool_handle())
-        kept, size = self._kept[device], nbytes_of(inputs)
-        if kept.nbytes + size > MOST_KEPT_NBYTES:
+        kept = self._kept[device]
+        if kept.nbytes + nbytes_of(inputs) > MOST_KEPT_NBYTES:
             return None
         try:
             made = Recording(call, inputs, kept)
         except torch.OutOfMemoryError:
             return None
-        kept.nbytes += size
+        kept.nbytes += made.nbytes
         return made
 
 
