@@ -128,13 +128,26 @@ class Recordings:
             return None
         try:
             made = Recording(call, inputs, kept)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
             return None
         kept.nbytes += made.nbytes
         return made
 
 
 RECORDINGS = Recordings()
+
+
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out; a recording that this ends raises another error while it is being left.
+
+    >>> ran_out_of_memory(torch.OutOfMemoryError()), ran_out_of_memory(RuntimeError("capture was invalidated"))
+    (True, False)
+    """
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__context__
+    return error is not None
 
 
 def nbytes_of(inputs: Sequence[Tensor]) -> int:
