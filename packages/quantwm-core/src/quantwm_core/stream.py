@@ -17,6 +17,7 @@ old one as it was.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import NamedTuple
@@ -193,9 +194,9 @@ class Stream:
         """
         units: list[Span] = []
         begin = self.sealed_end
-        for end in self.ends[self.chunks_per_seal - 1 :: self.chunks_per_seal]:
+        for end in self._unit_ends(begin):
             stop = end - self.recent_tokens
-            if end > self.completed_end or stop <= begin:
+            if stop <= begin:
                 continue
             for side in (Span(0, self.sink), Span(self.sink, stop)):
                 part = overlap(Span(begin, stop), side)
@@ -205,9 +206,8 @@ class Stream:
 
     def sealed(self) -> Stream:
         """All units that were due are sealed."""
-        units = self.due()
-        end = self._due_end()
-        return replace(self, units=(*self.units, *units), sealed_end=max(self.sealed_end, end))
+        sealed_end = max((self.sealed_end, *(end - self.recent_tokens for end in self._unit_ends(self.sealed_end))))
+        return replace(self, units=(*self.units, *self.due()), sealed_end=sealed_end)
 
     def evict(self, start: int, stop: int) -> Stream:
         """Drop the tokens ``start`` to ``stop`` of the window; units without a live token are gone.
@@ -268,10 +268,10 @@ class Stream:
             raise ShapeError(f"the active chunk holds {span.tokens} tokens, {tokens} came; rewrite it whole")
         return span
 
-    def _due_end(self) -> int:
-        """Where the last complete unit ends, short of the recent tokens."""
-        unit_ends = self.ends[self.chunks_per_seal - 1 :: self.chunks_per_seal]
-        return max((end - self.recent_tokens for end in unit_ends if end <= self.completed_end), default=0)
+    def _unit_ends(self, begin: int) -> tuple[int, ...]:
+        """Where complete units end behind token ``begin``; those before it, ever more in a long stream, are not looked at."""
+        first, last = (bisect_right(self.ends, token) for token in (begin, self.completed_end))
+        return self.ends[first - first % self.chunks_per_seal : last][self.chunks_per_seal - 1 :: self.chunks_per_seal]
 
     def _stored(self, span: Span) -> list[Piece]:
         """Split a live span by where it is stored."""

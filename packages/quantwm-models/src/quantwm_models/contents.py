@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -291,8 +292,7 @@ class Contents:
 
     def _name(self, span: Span) -> str:
         """Chunks that a unit lies in, for messages."""
-        ends = self.stream.ends
-        first, last = (sum(end <= token for end in ends) for token in (span.start, span.stop - 1))
+        first, last = (bisect_right(self.stream.ends, token) for token in (span.start, span.stop - 1))
         return f"chunk {first}" if first == last else f"chunks {first} to {last}"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
@@ -75,7 +76,7 @@ def get(name: str, **parameters: Any) -> Method:
     quantwm_core.errors.ParameterError: quantwm rank 1.5: need int
     """
     known = parameter_names(name)
-    hints = get_type_hints(implementation(name))
+    hints = _hints(implementation(name))
     for parameter, value in parameters.items():
         if parameter not in known:
             raise ParameterError(f"{name} has no parameter {parameter!r}; known: {', '.join(known) or 'none'}")
@@ -98,6 +99,12 @@ def settings(method: Any) -> dict[str, Any]:
         for name, (value, each) in values.items()
         if not (each.metadata.get("added") and value == each.default)
     }
+
+
+@cache
+def _hints(method: type[Any]) -> Mapping[str, Any]:
+    """Types that a method's parameters declare; to find them takes longer than all else that a unit is read by."""
+    return get_type_hints(method)
 
 
 def _fits(value: object, hint: Any) -> bool:
