@@ -7,7 +7,7 @@ denoising step, so it makes a :class:`ReadPlan` when a chunk was sealed or evict
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -66,6 +66,7 @@ class Batch:
         aligned: Whether the arrays are.
         launch: Sizes and warps.
         prepared: Compile-time arguments by what alignment allows, filled by the launcher.
+        again: What launches it into the workspace of last time, by where that lies, filled by the launcher.
     """
 
     keys: Recipe
@@ -80,6 +81,7 @@ class Batch:
     aligned: bool
     launch: Launch
     prepared: dict[tuple[int, bool], dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
+    again: dict[Hashable, Callable[[], object]] = field(default_factory=dict, compare=False, repr=False)
 
 
 class Planned:
