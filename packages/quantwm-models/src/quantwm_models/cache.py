@@ -313,11 +313,11 @@ class LayerCache(Holding):
         with self._located():
             known = self._known()
             first, last = 0 if start is None else start, self.tokens if stop is None else stop
-            segments = self._contents.segments(first, last)
+            segments = self._reads.segments(self._contents, first, last)
             keys_shape, values_shape = (known[0], known[1], known[2]), (known[0], known[1], known[3])
-            keys, values = self.workspace.view(keys_shape, values_shape, last - first, known.device)
-            self._reads.fill(self._contents, segments, (keys, values), self._staged)
-            return keys, values
+            read = self.workspace.view(keys_shape, values_shape, last - first, known.device)
+            self._reads.fill(self._contents, segments, known.device, self._staged)
+            return read
 
     def attend(
         self,
@@ -384,7 +384,8 @@ class LayerCache(Holding):
     def _attend_packed(self, queries: Tensor, start: int | None, stop: int | None) -> Tensor:
         with self._located():
             known, rotated = self._known(), self.attention == "rotated"
-            segments = self._contents.segments(0 if start is None else start, self.tokens if stop is None else stop)
+            first, last = 0 if start is None else start, self.tokens if stop is None else stop
+            segments = self._reads.segments(self._contents, first, last)
             exact = [(keys, values) for _, keys, values in self._contents.plain(segments)]
             with self._staged(segments) as staged:
                 output = attend_sealed(queries, self._reads.plan(segments, staged), exact, known, rotated=rotated)

@@ -50,6 +50,14 @@ class Unit(NamedTuple):
     block: Tensor | None = None
 
 
+class Part(NamedTuple):
+    """Absolute tokens ``span`` of a sealed unit, or of the BF16 piece that bears the number ``exact`` where that is None."""
+
+    span: Span
+    unit: Span | None = None
+    exact: int = 0
+
+
 class Sealing(NamedTuple):
     """A unit that was just sealed, and the exact tokens it was made from."""
 
@@ -240,31 +248,34 @@ class Contents:
         """The same units elsewhere."""
         return replace(self, units={span: move(unit) for span, unit in self.units.items()})
 
-    def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
-        """Which stored pieces hold the window tokens ``start`` to ``stop``, in order."""
+    def parts(self, start: int, stop: int) -> tuple[Part, ...]:
+        """Where the window tokens ``start`` to ``stop`` are stored, in order."""
         found = []
         for piece in self.stream.read(start, stop):
             if piece.unit is not None:
-                found.append(Segment(self.units[piece.unit].serial, *piece.span))
+                found.append(Part(piece.span, unit=piece.unit))
                 continue
-            parts = ((exact.serial, overlap(exact.span, piece.span)) for exact in self.exact)
-            found += [Segment(serial, *part) for serial, part in parts if part]
+            held = ((number, overlap(exact.span, piece.span)) for number, exact in enumerate(self.exact))
+            found += [Part(span, exact=number) for number, span in held if span]
         return tuple(found)
 
-    def write_exact(self, segments: Sequence[Segment], keys: Tensor, values: Tensor) -> None:
-        """Copy those of ``segments`` that are BF16 to their places in ``keys`` and ``values``, ``[B, H, .., D]``."""
-        for place, exact_keys, exact_values in self.plain(segments):
-            keys[:, :, place].copy_(exact_keys)
-            values[:, :, place].copy_(exact_values)
+    def segments(self, parts: Sequence[Part]) -> tuple[Segment, ...]:
+        """Which stored pieces these are now: each overwrite makes another one of the active chunk."""
+        return tuple(
+            Segment((self.exact[exact] if unit is None else self.units[unit]).serial, *span)
+            for span, unit, exact in parts
+        )
 
-    def plain(self, segments: Sequence[Segment]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def plain(self, segments: Sequence[Segment]) -> Iterator[tuple[Span, Tensor, Tensor]]:
         """Those of ``segments`` that are BF16: place among all of them, keys and values ``[B, H, n, D]``."""
         pieces = {piece.serial: piece for piece in self.exact}
         for (serial, start, stop), begin in placed(segments):
             if serial in pieces:
-                piece = pieces[serial]
-                inside = slice(start - piece.span.start, stop - piece.span.start)
-                yield slice(begin, begin + stop - start), piece.keys[:, :, inside], piece.values[:, :, inside]
+                _, span, keys, values = pieces[serial]
+                if (start, stop) != span:
+                    inside = slice(start - span.start, stop - span.start)
+                    keys, values = keys[:, :, inside], values[:, :, inside]
+                yield Span(begin, begin + stop - start), keys, values
 
     def gone(self, later: Contents) -> tuple[Span, ...]:
         """Absolute tokens that were live here and are not in ``later``."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
 
+from quantwm_core.stream import Stream
 from quantwm_kernels.reading import ReadPlan
-from quantwm_models.contents import Contents, pieces, placed
+from quantwm_models.contents import Contents, Part, pieces, placed
 from quantwm_models.offload import Staged
 from quantwm_models.stopwatch import Stopwatch
 from quantwm_models.workspace import Segment, Workspace
@@ -31,6 +31,8 @@ class Reads:
         self._watch = Stopwatch()
         self._plans: dict[tuple[tuple[int, ...], tuple[tuple[Segment, int], ...]], ReadPlan] = {}
         self._generation = 0
+        self._stream: Stream | None = None
+        self._parts: dict[tuple[int, int], tuple[Part, ...]] = {}
 
     def seconds(self) -> float:
         """Seconds that filling the workspace took; waits for what was launched."""
@@ -46,32 +48,48 @@ class Reads:
         self._plans.clear()
         self.captured = False
 
+    def segments(self, contents: Contents, start: int, stop: int) -> tuple[Segment, ...]:
+        """Which stored pieces hold the window tokens ``start`` to ``stop``; looked up once as long as no token comes or goes.
+
+        Raises:
+            RangeError: The range lies outside the window.
+        """
+        if contents.stream is not self._stream or len(self._parts) > MOST_PLANS:
+            self._stream, self._parts = contents.stream, {}
+        if type(start) is not int or type(stop) is not int:  # what is no number is refused, not looked up
+            return contents.segments(contents.parts(start, stop))
+        if (start, stop) not in self._parts:
+            self._parts[start, stop] = contents.parts(start, stop)
+        return contents.segments(self._parts[start, stop])
+
     def fill(
         self,
         contents: Contents,
         segments: tuple[Segment, ...],
-        into: tuple[Tensor, Tensor],
+        device: torch.device,
         staged: Callable[[Sequence[Segment]], AbstractContextManager[Staged]],
     ) -> None:
-        """Bring the workspace's views to hold ``segments``; leading ones that are there already are kept.
+        """Bring the workspace to hold ``segments``; leading ones that are there already are kept.
 
         Args:
             contents: What is read.
             segments: Of them.
-            into: The views, ``[B, H, n, D]``.
+            device: Where the workspace is.
             staged: Brings the units to where they can be read.
         """
         kept = self.workspace.kept(segments)
         if kept == len(segments):
             return
-        begun = self._watch.start(into[0].device)
+        begun = self._watch.start(device)
         self.workspace.holds(segments[:kept])
-        offset = sum(segment.stop - segment.start for segment in segments[:kept])
+        begin, end = (sum(stop - start for _, start, stop in each) for each in (segments[:kept], segments))
         missing = segments[kept:]
-        keys, values = (each[:, :, offset:] for each in into)
         with staged(missing) as there:
-            self.plan(missing, there).into(keys, values)
-        contents.write_exact(missing, keys, values)
+            self.plan(missing, there).into(*self.workspace.part(begin, end))
+        for (start, stop), exact_keys, exact_values in contents.plain(missing):
+            keys, values = self.workspace.part(begin + start, begin + stop)
+            keys.copy_(exact_keys)
+            values.copy_(exact_values)
         self.workspace.holds(segments)
         self._watch.stop(begun)
 

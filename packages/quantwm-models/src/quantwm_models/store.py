@@ -7,7 +7,6 @@ A host of the rolling-dict lineage does four things with a ``[B, tokens, heads, 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -134,17 +133,13 @@ class Store(Sized):
     def _slots(self, key: object) -> Span:
         """Slots that an index names."""
         parts = key if isinstance(key, tuple) else (key,)
-        rest = (*parts[:1], *parts[2:])
-        if not 2 <= len(parts) <= self.ndim or not all(part is Ellipsis or part == slice(None) for part in rest):
-            raise HostError(f"{self}: index {key!r}; {SUPPORTED}")
-        wanted = parts[1]
-        if not isinstance(wanted, slice) or wanted.step not in (None, 1):
+        wanted = parts[1] if 2 <= len(parts) <= self.ndim else None
+        if not isinstance(wanted, slice) or wanted.step not in (None, 1) or not _whole(parts[:1] + parts[2:]):
             raise HostError(f"{self}: index {key!r}; {SUPPORTED}")
         try:
-            bounds = slice(*(None if bound is None else operator.index(bound) for bound in (wanted.start, wanted.stop)))
+            start, stop, _ = wanted.indices(self.shape[1])  # which takes whatever has an index, tensors of one too
         except TypeError as error:
             raise HostError(f"{self}: index {key!r}; bounds must be integers or tensors of one; {SUPPORTED}") from error
-        start, stop, _ = bounds.indices(self.shape[1])
         return Span(start, max(start, stop))
 
 
@@ -169,6 +164,14 @@ def pair(
     values = Store(halves, "values", sizes if value_shape is None else value_shape, dtype, where)
     cache.expected = Geometry(sizes[0], sizes[2], sizes[3], values.shape[3], where)
     return keys, values
+
+
+def _whole(parts: Iterable[object]) -> bool:
+    """Whether an index leaves these dimensions as they are."""
+    for part in parts:
+        if not (part is Ellipsis or part == slice(None)):
+            return False
+    return True
 
 
 def _no_arithmetic(store: Store, *_: object) -> Any:
