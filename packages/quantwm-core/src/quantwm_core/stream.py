@@ -87,7 +87,7 @@ def is_whole(value: object) -> bool:
     >>> is_whole(3), is_whole(True), is_whole(3.0)
     (True, False, False)
     """
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))  # the first is soon asked
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,10 @@ class Stream:
         return tuple(units)
 
     def sealed(self) -> Stream:
-        """All units that were due are sealed."""
+        """All units that were due are sealed; itself if none was."""
         sealed_end = max((self.sealed_end, *(end - self.recent_tokens for end in self._unit_ends(self.sealed_end))))
+        if sealed_end == self.sealed_end:
+            return self
         return replace(self, units=(*self.units, *self.due()), sealed_end=sealed_end)
 
     def evict(self, start: int, stop: int) -> Stream:

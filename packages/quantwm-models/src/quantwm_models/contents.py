@@ -215,7 +215,7 @@ class Contents:
         Raises:
             QuantWMError: A unit cannot be sealed; the message names its chunk and the tensor.
         """
-        due = self.stream.due()
+        due, stream = self.stream.due(), self.stream.sealed()
         watch = Stopwatch()
         queries, units, sealings, unconfirmed = self.queries, dict(self.units), [], []
         last = self._last_unit() if due else None
@@ -233,10 +233,12 @@ class Contents:
             watch.stop(begun)
             units[span] = Unit(next(serials), last)
             sealings.append(Sealing(last, keys, values))
-        stream = self.stream.sealed()
+        queries = queries.before(stream.sealed_end)
+        if stream is self.stream and queries is self.queries:
+            return Settled(self, ())
         settled = replace(
             self,
-            queries=queries.before(stream.sealed_end),
+            queries=queries,
             units=units,
             chunks_sealed=self.chunks_sealed + len(due),
             seal_seconds=self.seal_seconds + (0 if unconfirmed else watch.seconds()),
@@ -245,8 +247,9 @@ class Contents:
         return Settled(_follow(settled, stream), tuple(sealings), left)
 
     def moved(self, move: Callable[[Unit], Unit]) -> Contents:
-        """The same units elsewhere."""
-        return replace(self, units={span: move(unit) for span, unit in self.units.items()})
+        """The same units elsewhere; itself where none moves."""
+        units = {span: move(unit) for span, unit in self.units.items()}
+        return self if all(unit is self.units[span] for span, unit in units.items()) else replace(self, units=units)
 
     def parts(self, start: int, stop: int) -> tuple[Part, ...]:
         """Where the window tokens ``start`` to ``stop`` are stored, in order."""

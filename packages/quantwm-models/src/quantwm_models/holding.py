@@ -175,7 +175,8 @@ class Holding(ABC):
             self.workspace.unconfirmed = Confirmation(self.layer, unconfirmed, self._confirm)
         self._contents, self._geometry = settled, geometry
         self.version += 1
-        self._tell(sealings, before.gone(settled))
+        if self.observers:
+            self._tell(sealings, before.gone(settled))
 
     def _confirm(self) -> None:
         """Wait for the units that are being sealed.

@@ -109,10 +109,16 @@ def _hints(method: type[Any]) -> Mapping[str, Any]:
 
 def _fits(value: object, hint: Any) -> bool:
     """Whether a value has the type that a parameter declares; an int is a float, a bool is neither."""
+    allowed = _classes(hint)
+    # A registered method may declare more than classes; its constructor judges.
+    return not allowed or type(value) in allowed or (type(value) is int and float in allowed)
+
+
+@cache
+def _classes(hint: Any) -> tuple[type, ...]:
+    """Classes that a parameter may be of; none where it declares more than classes."""
     allowed = get_args(hint) or (hint,)
-    if not all(isinstance(member, type) for member in allowed):
-        return True  # a registered method may declare more than classes; its constructor judges
-    return type(value) in allowed or (type(value) is int and float in allowed)
+    return allowed if all(isinstance(member, type) for member in allowed) else ()
 
 
 def _words(hint: Any) -> str:
