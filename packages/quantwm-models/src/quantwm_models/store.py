@@ -134,7 +134,7 @@ class Store(Sized):
         """Slots that an index names."""
         parts = key if isinstance(key, tuple) else (key,)
         wanted = parts[1] if 2 <= len(parts) <= self.ndim else None
-        if not isinstance(wanted, slice) or wanted.step not in (None, 1) or not _whole(parts[:1] + parts[2:]):
+        if not isinstance(wanted, slice) or wanted.step not in (None, 1) or not all(map(_whole, parts[:1] + parts[2:])):
             raise HostError(f"{self}: index {key!r}; {SUPPORTED}")
         try:
             start, stop, _ = wanted.indices(self.shape[1])  # which takes whatever has an index, tensors of one too
@@ -166,12 +166,9 @@ def pair(
     return keys, values
 
 
-def _whole(parts: Iterable[object]) -> bool:
-    """Whether an index leaves these dimensions as they are."""
-    for part in parts:
-        if not (part is Ellipsis or part == slice(None)):
-            return False
-    return True
+def _whole(part: object) -> bool:
+    """Whether an index leaves a dimension as it is."""
+    return part is Ellipsis or part == slice(None)
 
 
 def _no_arithmetic(store: Store, *_: object) -> Any:
