@@ -76,13 +76,14 @@ def get(name: str, **parameters: Any) -> Method:
     quantwm_core.errors.ParameterError: quantwm rank 1.5: need int
     """
     known = parameter_names(name)
-    hints = _hints(implementation(name))
+    method: Any = implementation(name)
+    hints = _hints(method)
     for parameter, value in parameters.items():
         if parameter not in known:
             raise ParameterError(f"{name} has no parameter {parameter!r}; known: {', '.join(known) or 'none'}")
         if not _fits(value, hints[parameter]):
             raise ParameterError(f"{name} {parameter} {value!r}: need {_words(hints[parameter])}")
-    return cast("Method", implementation(name)(**parameters))
+    return cast("Method", method(**parameters))
 
 
 def settings(method: Any) -> dict[str, Any]:
