@@ -17,7 +17,7 @@ from quantwm_core.rotary import Turning
 from quantwm_core.stream import Span, Stream
 from quantwm_kernels.statistics import QueryMoment
 from quantwm_models.attending import attend_decoded, attend_sealed, pays
-from quantwm_models.contents import KeyFrame, Sealing, located
+from quantwm_models.contents import KeyFrame, Part, Sealing, located
 from quantwm_models.geometry import Geometry, check_queries, exact_chunk
 from quantwm_models.history import History
 from quantwm_models.holding import Holding, check_shared
@@ -25,7 +25,7 @@ from quantwm_models.learning import Learning
 from quantwm_models.memory import advice, free_nbytes
 from quantwm_models.observer import CacheObserver, checked_observers
 from quantwm_models.offload import Offload, Staged
-from quantwm_models.workspace import Segment, Workspace
+from quantwm_models.workspace import Workspace
 
 AttentionPath = Literal["auto", "packed", "rotated", "decoded"]
 """How :meth:`LayerCache.attend` attends: from the packed cache (in two ways), after reading it, or as is faster."""
@@ -313,10 +313,10 @@ class LayerCache(Holding):
         with self._located():
             known = self._known()
             first, last = 0 if start is None else start, self.tokens if stop is None else stop
-            segments = self._reads.segments(self._contents, first, last)
+            parts = self._reads.parts(self._contents, first, last)
             keys_shape, values_shape = (known[0], known[1], known[2]), (known[0], known[1], known[3])
             read = self.workspace.view(keys_shape, values_shape, last - first, known.device)
-            self._reads.fill(self._contents, segments, known.device, self._staged)
+            self._reads.fill(self._contents, parts, known.device, self._staged)
             return read
 
     def attend(
@@ -361,11 +361,10 @@ class LayerCache(Holding):
             for span in gone:
                 observer.evicted(self, *span)
 
-    def _staged(self, segments: Sequence[Segment]) -> AbstractContextManager[Staged]:
-        """The units where they can be read, brought there if ``segments`` are of any."""
-        units = tuple(self._contents.units.values())
-        if self.offload is None or not {unit.serial for unit in units} & {segment.source for segment in segments}:
-            return nullcontext(Staged((), units))
+    def _staged(self, parts: Sequence[Part]) -> AbstractContextManager[Staged]:
+        """The units where they can be read, brought there if ``parts`` are of any."""
+        if self.offload is None or all(part.unit is None for part in parts):
+            return nullcontext(Staged((), tuple(self._contents.units.values())))
         return self.offload.staged(self)
 
     def _advice(self) -> str:
@@ -385,10 +384,11 @@ class LayerCache(Holding):
         with self._located():
             known, rotated = self._known(), self.attention == "rotated"
             first, last = 0 if start is None else start, self.tokens if stop is None else stop
-            segments = self._reads.segments(self._contents, first, last)
-            exact = [(keys, values) for _, keys, values in self._contents.plain(segments)]
-            with self._staged(segments) as staged:
-                output = attend_sealed(queries, self._reads.plan(segments, staged), exact, known, rotated=rotated)
+            parts = self._reads.parts(self._contents, first, last)
+            exact = [(keys, values) for _, keys, values in self._contents.plain(parts)]
+            with self._staged(parts) as staged:
+                plan = self._reads.plan(self._contents, parts, staged)
+                output = attend_sealed(queries, plan, exact, known, rotated=rotated)
         self.observe(queries)
         if self.observers:
             self.tell_attended(queries, *self.read(start, stop), start, stop)

@@ -51,11 +51,24 @@ class Unit(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Absolute tokens ``span`` of a sealed unit, or of the BF16 piece that bears the number ``exact`` where that is None."""
+    """Consecutive tokens of a read that are stored together.
 
+    Attributes:
+        place: Token of the read where they begin.
+        span: Absolute tokens.
+        unit: The sealed unit that they are of; None where they are BF16.
+        exact: Which of the BF16 pieces they are of then.
+    """
+
+    place: int
     span: Span
-    unit: Span | None = None
-    exact: int = 0
+    unit: Span | None
+    exact: int
+
+    @property
+    def end(self) -> int:
+        """Token of the read behind them."""
+        return self.place + self.span.tokens
 
 
 class Sealing(NamedTuple):
@@ -253,32 +266,39 @@ class Contents:
 
     def parts(self, start: int, stop: int) -> tuple[Part, ...]:
         """Where the window tokens ``start`` to ``stop`` are stored, in order."""
-        found = []
+        found: list[Part] = []
         for piece in self.stream.read(start, stop):
-            if piece.unit is not None:
-                found.append(Part(piece.span, unit=piece.unit))
-                continue
-            held = ((number, overlap(exact.span, piece.span)) for number, exact in enumerate(self.exact))
-            found += [Part(span, exact=number) for number, span in held if span]
+            held = ((None, number, overlap(exact.span, piece.span)) for number, exact in enumerate(self.exact))
+            for unit, number, span in held if piece.unit is None else [(piece.unit, 0, piece.span)]:
+                if span is not None:
+                    found.append(Part(found[-1].end if found else 0, span, unit, number))
         return tuple(found)
 
     def segments(self, parts: Sequence[Part]) -> tuple[Segment, ...]:
         """Which stored pieces these are now: each overwrite makes another one of the active chunk."""
         return tuple(
-            Segment((self.exact[exact] if unit is None else self.units[unit]).serial, *span)
-            for span, unit, exact in parts
+            Segment((self.exact[number] if unit is None else self.units[unit]).serial, *span)
+            for _, span, unit, number in parts
         )
 
-    def plain(self, segments: Sequence[Segment]) -> Iterator[tuple[Span, Tensor, Tensor]]:
-        """Those of ``segments`` that are BF16: place among all of them, keys and values ``[B, H, n, D]``."""
-        pieces = {piece.serial: piece for piece in self.exact}
-        for (serial, start, stop), begin in placed(segments):
-            if serial in pieces:
-                _, span, keys, values = pieces[serial]
-                if (start, stop) != span:
-                    inside = slice(start - span.start, stop - span.start)
+    def pieces(self, parts: Sequence[Part], chunks: Mapping[int, SealedChunk]) -> tuple[Piece, ...]:
+        """Those of ``parts`` that are of units, placed in memory that begins with the first; ``chunks`` by serial number."""
+        found = []
+        for place, (start, stop), unit, _ in parts:
+            if unit is not None:
+                chunk = chunks[self.units[unit].serial]
+                found.append(Piece(chunk, start - chunk.start, stop - chunk.start, place - parts[0].place))
+        return tuple(found)
+
+    def plain(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Tensor, Tensor]]:
+        """Those of ``parts`` that are BF16, each with its keys and values ``[B, H, n, D]``."""
+        for part in parts:
+            if part.unit is None:
+                _, held, keys, values = self.exact[part.exact]
+                if part.span != held:
+                    inside = slice(part.span.start - held.start, part.span.stop - held.start)
                     keys, values = keys[:, :, inside], values[:, :, inside]
-                yield Span(begin, begin + stop - start), keys, values
+                yield part, keys, values
 
     def gone(self, later: Contents) -> tuple[Span, ...]:
         """Absolute tokens that were live here and are not in ``later``."""
@@ -308,25 +328,6 @@ class Contents:
         """Chunks that a unit lies in, for messages."""
         first, last = (bisect_right(self.stream.ends, token) for token in (span.start, span.stop - 1))
         return f"chunk {first}" if first == last else f"chunks {first} to {last}"
-
-
-def placed(segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
-    """Segments laid one after the other, and the token where each begins.
-
-    >>> [place for _, place in placed([Segment(0, 4, 9), Segment(1, 9, 11), Segment(2, 0, 3)])]
-    [0, 5, 7]
-    """
-    begins = itertools.accumulate((segment.stop - segment.start for segment in segments), initial=0)
-    return zip(segments, begins, strict=False)
-
-
-def pieces(segments: Sequence[Segment], chunks: Mapping[int, SealedChunk]) -> tuple[Piece, ...]:
-    """Those of ``segments`` that are sealed units, by serial number, laid one after the other from a workspace's token 0."""
-    return tuple(
-        Piece(chunks[serial], start - chunks[serial].start, stop - chunks[serial].start, place)
-        for (serial, start, stop), place in placed(segments)
-        if serial in chunks
-    )
 
 
 def _stored_alike(one: SealedChunk, other: SealedChunk) -> bool:

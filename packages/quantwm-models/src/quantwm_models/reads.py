@@ -9,10 +9,10 @@ import torch
 
 from quantwm_core.stream import Stream
 from quantwm_kernels.reading import ReadPlan
-from quantwm_models.contents import Contents, Part, pieces, placed
+from quantwm_models.contents import Contents, Part
 from quantwm_models.offload import Staged
 from quantwm_models.stopwatch import Stopwatch
-from quantwm_models.workspace import Segment, Workspace
+from quantwm_models.workspace import Workspace
 
 # Different ranges that a host reads in turn between two chunks.
 MOST_PLANS = 8
@@ -29,7 +29,7 @@ class Reads:
         self.workspace = workspace
         self.captured = False
         self._watch = Stopwatch()
-        self._plans: dict[tuple[tuple[int, ...], tuple[tuple[Segment, int], ...]], ReadPlan] = {}
+        self._plans: dict[tuple[tuple[int, ...], tuple[Part, ...]], ReadPlan] = {}
         self._generation = 0
         self._stream: Stream | None = None
         self._parts: dict[tuple[int, int], tuple[Part, ...]] = {}
@@ -48,8 +48,8 @@ class Reads:
         self._plans.clear()
         self.captured = False
 
-    def segments(self, contents: Contents, start: int, stop: int) -> tuple[Segment, ...]:
-        """Which stored pieces hold the window tokens ``start`` to ``stop``; looked up once as long as no token comes or goes.
+    def parts(self, contents: Contents, start: int, stop: int) -> tuple[Part, ...]:
+        """Where the window tokens ``start`` to ``stop`` are stored; looked up once as long as no token comes or goes.
 
         Raises:
             RangeError: The range lies outside the window.
@@ -57,55 +57,53 @@ class Reads:
         if contents.stream is not self._stream or len(self._parts) > MOST_PLANS:
             self._stream, self._parts = contents.stream, {}
         if type(start) is not int or type(stop) is not int:  # what is no number is refused, not looked up
-            return contents.segments(contents.parts(start, stop))
+            return contents.parts(start, stop)
         if (start, stop) not in self._parts:
             self._parts[start, stop] = contents.parts(start, stop)
-        return contents.segments(self._parts[start, stop])
+        return self._parts[start, stop]
 
     def fill(
         self,
         contents: Contents,
-        segments: tuple[Segment, ...],
+        parts: tuple[Part, ...],
         device: torch.device,
-        staged: Callable[[Sequence[Segment]], AbstractContextManager[Staged]],
+        staged: Callable[[Sequence[Part]], AbstractContextManager[Staged]],
     ) -> None:
-        """Bring the workspace to hold ``segments``; leading ones that are there already are kept.
+        """Bring the workspace to hold ``parts``; leading ones that are there already are kept.
 
         Args:
             contents: What is read.
-            segments: Of them.
+            parts: Of them.
             device: Where the workspace is.
             staged: Brings the units to where they can be read.
         """
+        segments = contents.segments(parts)
         kept = self.workspace.kept(segments)
         if kept == len(segments):
             return
         begun = self._watch.start(device)
         self.workspace.holds(segments[:kept])
-        begin, end = (sum(stop - start for _, start, stop in each) for each in (segments[:kept], segments))
-        missing = segments[kept:]
+        missing = parts[kept:]
         with staged(missing) as there:
-            self.plan(missing, there).into(*self.workspace.part(begin, end))
-        for (start, stop), exact_keys, exact_values in contents.plain(missing):
-            keys, values = self.workspace.part(begin + start, begin + stop)
+            self.plan(contents, missing, there).into(*self.workspace.part(missing[0].place, missing[-1].end))
+        for part, exact_keys, exact_values in contents.plain(missing):
+            keys, values = self.workspace.part(part.place, part.end)
             keys.copy_(exact_keys)
             values.copy_(exact_values)
         self.workspace.holds(segments)
         self._watch.stop(begun)
 
-    def plan(self, segments: tuple[Segment, ...], staged: Staged) -> ReadPlan:
-        """How to reconstruct the sealed ones among ``segments``, made once as long as no unit comes or goes."""
+    def plan(self, contents: Contents, parts: tuple[Part, ...], staged: Staged) -> ReadPlan:
+        """How to reconstruct the sealed ones among ``parts`` from the first of them on, made once as long as no unit comes or goes."""
         if staged.slot is not None and staged.key[0] != self._generation:
             self._generation = staged.key[0]
             self.forget()  # they keep memory alive that was given back
-        sealed = {unit.serial for unit in staged.units}
-        wanted = tuple((segment, place) for segment, place in placed(segments) if segment.source in sealed)
-        if (staged.key, wanted) not in self._plans:
+        if (staged.key, parts) not in self._plans:
             if len(self._plans) == MOST_PLANS:
                 self._plans.clear()
-            self._plans[staged.key, wanted] = ReadPlan(pieces(segments, staged.chunks()))
+            self._plans[staged.key, parts] = ReadPlan(contents.pieces(parts, staged.chunks()))
         self.captured = self.captured or capturing()
-        return self._plans[staged.key, wanted]
+        return self._plans[staged.key, parts]
 
 
 def capturing() -> bool:
