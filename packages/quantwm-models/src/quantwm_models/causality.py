@@ -55,7 +55,7 @@ class CausalQueries:
             raise StateError("queries came before any chunk; append keys and values first")
         *older, newest = self.groups
         known = moment if newest.moment is None else merge(newest.moment, moment)
-        return replace(self, groups=(*older, newest._replace(moment=known)))
+        return replace(self, groups=(*older, Group(newest.start, known)))
 
     def before(self, token: int) -> CausalQueries:
         """Fold into the past what was seen before absolute ``token``'s group began.

@@ -67,11 +67,15 @@ class Handle(Sized):
         self.version = version
         self.turned = turned
         self._own: Tensor | None = None
-        batch, _, heads, channels = store.shape
-        tokens = slots.tokens
-        self.shape = torch.Size((batch, heads, tokens, channels) if turned else (batch, tokens, heads, channels))
         self.dtype = store.dtype
         self.device = store.device
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]  # of what is not a tensor yet
+        """Sizes of the range."""
+        batch, _, heads, channels = self.store.shape
+        tokens = self.slots.tokens
+        return torch.Size((batch, heads, tokens, channels) if self.turned else (batch, tokens, heads, channels))
 
     def __repr__(self) -> str:
         kind, layer, shape = self.store.kind, self.store.layer, list(self.shape)
