@@ -1,6 +1,7 @@
 """The models' stacks: the bytes of their true shapes, their hosts' protocols, and what is measured of them."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from quantwm_eval.true_shapes import budget, measure, shape, table
 from quantwm_eval.true_shapes import plan as plan_of
 from quantwm_eval.true_shapes.measure import AGAIN, HOST, run
 from quantwm_eval.true_shapes.plan import Plan
+from quantwm_eval.true_shapes.rebuilding import Rebuilding
 from quantwm_eval.true_shapes.shape import Shape
 from quantwm_eval.true_shapes.stack import Stack
 from quantwm_models import attach
@@ -86,6 +88,22 @@ def test_two_encodings_of_one_are_half_the_bytes(name: str) -> None:
     )
     assert 2 * once[1]["sealed_nbytes"] == both[1]["sealed_nbytes"] == both[0]["own_nbytes"]
     assert "stored once" in table.title(once[1])
+
+
+@pytest.mark.parametrize("name", ["hy_world", "hy_world_8b"])
+def test_a_history_that_is_made_anew_is_new_but_for_its_first_layer(name: str) -> None:
+    stack = Plan(name, tiny=True, frames=61).build()
+    assert isinstance(stack, Rebuilding)
+    made = []
+    with torch.no_grad():
+        for number in range(stack.chunks):
+            passes = [each for each, _ in stack.chunk(number, 1)]
+            made += [[entry[stack.made[0]].clone() for entry in stack._kv_cache]] if "build" in passes else []
+    assert len(made) > 2
+    for before, after in pairwise(made):
+        first, later = (torch.equal(old, new[..., : old.shape[-2], :]) for old, new in zip(before, after, strict=True))
+        assert first
+        assert not later  # for the old frames have seen the new ones
 
 
 @pytest.mark.parametrize(("name", "once"), [*((name, False) for name in shape.names()), ("hy_world", True)])
