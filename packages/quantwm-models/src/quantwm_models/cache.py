@@ -178,7 +178,8 @@ class LayerCache(Holding):
     ) -> None:
         """:meth:`rewind`, then seal a history in one step, each unit with the queries of those before it.
 
-        Until it succeeds, the sealed units of before are kept beside the new ones.
+        Until it succeeds, the sealed units of before are kept beside the new ones; the newest of them is to the first new one
+        what the unit before is to others, a warm start.
 
         Args:
             keys, values: BF16, FP16 or FP32 ``[B, H, N, D]``.
@@ -191,7 +192,8 @@ class LayerCache(Holding):
         """
         self.workspace.confirm()
         with self._located():
-            history = History(self._rewound(), self.scheme, self._learning, told=bool(self.observers))
+            told = bool(self.observers)
+            history = History(self._rewound(), self._contents, self.scheme, self._learning, told=told)
             history.grow(keys, values, queries, tokens)
             made = history.contents.owned()
             if history.geometry is not None:

@@ -217,12 +217,20 @@ class Contents:
         """The same, its BF16 tokens in memory of their own."""
         return replace(self, exact=tuple(_slice(piece, piece.span) for piece in self.exact))
 
-    def settle(self, scheme: Scheme, frame: KeyFrame | None = None, *, wait: bool = True) -> Settled:
+    def settle(
+        self,
+        scheme: Scheme,
+        frame: KeyFrame | None = None,
+        *,
+        replaced: SealedChunk | None = None,
+        wait: bool = True,
+    ) -> Settled:
         """Seal what is due, by queries in the frame of the keys.
 
         Args:
             scheme: How.
             frame: See :attr:`quantwm_models.cache.LayerCache.key_frame`.
+            replaced: What is the unit before to the first unit, which has none here.
             wait: Whether to wait for units that a GPU seals; those that can be read before are left unconfirmed otherwise.
 
         Raises:
@@ -231,7 +239,7 @@ class Contents:
         due, stream = self.stream.due(), self.stream.sealed()
         watch = Stopwatch()
         queries, units, sealings, unconfirmed = self.queries, dict(self.units), [], []
-        last = self._last_unit() if due else None
+        last = (self.newest(self.exact[-1].keys.device) or replaced) if due else None
         for span in due:
             queries = queries.before(span.start)
             keys, values = self._gather(span)
@@ -307,12 +315,12 @@ class Contents:
             spans = cut(spans, span)
         return spans
 
-    def _last_unit(self) -> SealedChunk | None:
-        """The newest sealed unit, where the next is sealed."""
+    def newest(self, device: torch.device) -> SealedChunk | None:
+        """The newest sealed unit, on a device where the next is sealed."""
         if not self.stream.units:
             return None
         unit = self.units[self.stream.units[-1]]
-        return unit.chunk if unit.block is None else unit.chunk.to(self.exact[-1].keys.device)
+        return unit.chunk if unit.block is None else unit.chunk.to(device)
 
     def _gather(self, span: Span) -> tuple[Tensor, Tensor]:
         """BF16 keys and values of live, unsealed tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -119,8 +120,9 @@ def _tried(plan: Plan, stack: Stack, name: str, scheme: Any) -> Measured:
 
 
 def _said(error: torch.OutOfMemoryError) -> str:
-    """What an allocator says, without its advice on settings."""
-    return str(error).partition("\n")[0].partition(" If reserved but")[0]
+    """What an allocator says, without its advice on settings, and without what other processes have on the device."""
+    told = str(error).partition("\n")[0].partition(" If reserved but")[0]
+    return re.sub(r" Process \d+ has \S+ \S+ memory in use\.", "", told)
 
 
 def _measure(measured: Measured, plan: Plan, stack: Stack, scheme: Any) -> None:
