@@ -42,7 +42,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "clock", 0.0)
     monkeypatch.setattr(Event, "passed", 0.0)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: object())
+    monkeypatch.setattr("quantwm_models.stopwatch.current_stream", lambda _: object())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 

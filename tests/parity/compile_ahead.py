@@ -120,6 +120,7 @@ SEALED = {
     **dict.fromkeys(("first_zeros", "second_zeros"), "*u8"),
     **dict.fromkeys(("magnitudes", "exponent", "non_zero"), "*i32"),
     **dict.fromkeys(("bias", "block", "coefficients", "counts", "energies", "matrix", "mean", "metric", "offset", "parts"), "*fp32"),
+    "before": "*fp32",
     **dict.fromkeys(("peaks", "projection", "sensitivity", "sums", "super_scales", "table", "values", "weights"), "*fp32"),
     **dict.fromkeys(("first_super", "second_super", "largest"), "*fp32"),
     "steps": "*i8", "share": "fp32", "threshold": "fp32",
@@ -280,7 +281,7 @@ CASES = (
     Case("directions.pack_kernel", "pack_directions", PACK, {"BYTES": 32}),
     Case("directions.pack_kernel", "pack_directions", PACK, {"BYTES": 256}, "wide", (86,)),
     seal("principal.principal_kernel", "principal_basis", WIDTH=16),
-    seal("statistics.add_kernel", "add_moments"),
+    seal("statistics.add_kernel", "add_moments", FOLD=1),
     seal("statistics.sensitivity_kernel", "sensitivity", largest="*i32", BLOCK=128),
 )
 

@@ -208,7 +208,8 @@ class Stream:
 
     def sealed(self) -> Stream:
         """All units that were due are sealed; itself if none was."""
-        sealed_end = max((self.sealed_end, *(end - self.recent_tokens for end in self._unit_ends(self.sealed_end))))
+        ends = self._unit_ends(self.sealed_end)
+        sealed_end = max(self.sealed_end, ends[-1] - self.recent_tokens) if ends else self.sealed_end
         if sealed_end == self.sealed_end:
             return self
         return replace(self, units=(*self.units, *self.due()), sealed_end=sealed_end)

@@ -294,9 +294,9 @@ def check_tables(rows: Iterable[Row], device: torch.device) -> None:
         DeviceError: There is no Triton, or the arrays live elsewhere.
     """
     check_available("workspace")
-    if strangers := {str(row.device) for row in rows} - {str(device)}:
+    if strangers := {row.device for row in rows} - {device}:
         raise DeviceError(
-            f"the kernel runs on {device}, sealed arrays live on {sorted(strangers)}; move one to the other"
+            f"the kernel runs on {device}, sealed arrays live on {sorted(map(str, strangers))}; move one to the other"
         )
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise StateError(

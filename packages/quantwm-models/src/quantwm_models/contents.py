@@ -236,30 +236,31 @@ class Contents:
         Raises:
             QuantWMError: A unit cannot be sealed; the message names its chunk and the tensor.
         """
-        due, stream = self.stream.due(), self.stream.sealed()
+        stream = self.stream.sealed()
+        due = stream.units[len(self.stream.units) :]
+        if stream is self.stream:
+            queries = self.queries.before(stream.sealed_end)
+            return Settled(self if queries is self.queries else replace(self, queries=queries), ())
         watch = Stopwatch()
         queries, units, sealings, unconfirmed = self.queries, dict(self.units), [], []
-        last = (self.newest(self.exact[-1].keys.device) or replaced) if due else None
+        last = self.newest(self.exact[-1].keys.device) or replaced
         for span in due:
             queries = queries.before(span.start)
             keys, values = self._gather(span)
             past = queries.past if frame is None or queries.past is None else frame(queries.past, span)
-            begun = watch.start(keys.device)
-            with located(self._name(span)), _advised():
+            begun, name = watch.start(keys.device), self._name(span)
+            with located(name), _advised():
                 pending = begin_chunk(scheme, keys, values, past, last, span.start)
                 readable = None if wait else pending.readable()
                 if readable is not None:
-                    unconfirmed.append((self._name(span), span, pending))
+                    unconfirmed.append((name, span, pending))
                 last = readable or pending.wait()
             watch.stop(begun)
             units[span] = Unit(next(serials), last)
             sealings.append(Sealing(last, keys, values))
-        queries = queries.before(stream.sealed_end)
-        if stream is self.stream and queries is self.queries:
-            return Settled(self, ())
         settled = replace(
             self,
-            queries=queries,
+            queries=queries.before(stream.sealed_end),
             units=units,
             chunks_sealed=self.chunks_sealed + len(due),
             seal_seconds=self.seal_seconds + (0 if unconfirmed else watch.seconds()),

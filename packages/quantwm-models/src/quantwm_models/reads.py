@@ -29,7 +29,7 @@ class Reads:
         self.workspace = workspace
         self.captured = False
         self._watch = Stopwatch()
-        self._plans: dict[tuple[tuple[int, ...], tuple[Part, ...]], ReadPlan] = {}
+        self._plans: dict[tuple[tuple[int, ...], int, tuple[Part, ...]], ReadPlan] = {}
         self._generation = 0
         self._stream: Stream | None = None
         self._parts: dict[tuple[int, int], tuple[Part, ...]] = {}
@@ -98,12 +98,13 @@ class Reads:
         if staged.slot is not None and staged.key[0] != self._generation:
             self._generation = staged.key[0]
             self.forget()  # they keep memory alive that was given back
-        if (staged.key, parts) not in self._plans:
+        known = (staged.key, parts[0].place if parts else 0, tuple(part for part in parts if part.unit is not None))
+        if known not in self._plans:
             if len(self._plans) == MOST_PLANS:
                 self._plans.clear()
-            self._plans[staged.key, parts] = ReadPlan(contents.pieces(parts, staged.chunks()))
+            self._plans[known] = ReadPlan(contents.pieces(parts, staged.chunks()))
         self.captured = self.captured or capturing()
-        return self._plans[staged.key, parts]
+        return self._plans[known]
 
 
 def capturing() -> bool:
