@@ -243,7 +243,7 @@ class Contents:
             return Settled(self if queries is self.queries else replace(self, queries=queries), ())
         watch = Stopwatch()
         queries, units, sealings, unconfirmed = self.queries, dict(self.units), [], []
-        last = self.newest(self.exact[-1].keys.device) or replaced
+        last = (self.newest(self.exact[-1].keys.device) or replaced) if due else None
         for span in due:
             queries = queries.before(span.start)
             keys, values = self._gather(span)
