@@ -15,6 +15,11 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     return _stream(device.index, raw)
 
 
+def is_current(stream: torch.cuda.Stream) -> bool:
+    """Whether work is launched on a stream, and on its device."""
+    return torch.cuda.current_device() == stream.device.index and current_stream(stream.device) == stream
+
+
 @lru_cache(maxsize=64)
 def _stream(index: int, _: int) -> torch.cuda.Stream:
     """The current stream of a device, known again by its address."""
