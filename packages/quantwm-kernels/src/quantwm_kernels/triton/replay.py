@@ -71,10 +71,10 @@ class Recording:
         """What the call makes of other tensors, in memory of its own."""
         stream = torch.cuda.current_stream(self._inputs[0].device)
         stream.wait_event(self._kept.last)  # of a replay on another stream
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given)
+        copy_all(self._inputs, inputs)
         self._graph.replay()
-        made = [{name: tensor.clone() for name, tensor in each.items()} for each in self._made]
+        made = [{name: torch.empty_like(tensor) for name, tensor in each.items()} for each in self._made]
+        copy_all(*([tensor for each in parts for tensor in each.values()] for parts in (made, self._made)))
         self._kept.last.record(stream)
         return made
 
@@ -137,6 +137,25 @@ class Recordings:
 
 
 RECORDINGS = Recordings()
+
+
+def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy tensors into others like them; those of a number format together, for a launch of each takes the host long.
+
+    >>> twos = [torch.zeros(2), torch.zeros(1, dtype=torch.float8_e4m3fn)]
+    >>> copy_all(twos, [torch.full_like(each, 2) for each in twos])
+    >>> twos
+    [tensor([2., 2.]), tensor([2.], dtype=torch.float8_e4m3fn)]
+    """
+    alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for pair in zip(into, tensors, strict=True):
+        # Not everywhere are numbers of eight bits copied together, but bytes are.
+        to, given = (each.view(torch.uint8) for each in pair) if pair[0].dtype is torch.float8_e4m3fn else pair
+        targets, sources = alike.setdefault(to.dtype, ([], []))
+        targets.append(to)
+        sources.append(given)
+    for targets, sources in alike.values():
+        torch._foreach_copy_(targets, sources)
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
