@@ -69,6 +69,20 @@ def test_a_gpu_is_timed_between_events() -> None:
 
 
 @pytest.mark.usefixtures("pretended")
+def test_what_is_timed_now_and_then_counts_for_all() -> None:
+    watch = Stopwatch(3)
+    timed = []
+    for step in range(8):
+        Event.clock = 100.0 * step
+        mark = watch.start(GPU)
+        timed.append(mark.event is not None)
+        Event.clock += 10.0 + step
+        watch.stop(mark)
+    assert timed == [step in (0, 3, 6) for step in range(8)]
+    assert watch.seconds() == pytest.approx(8 * (10 + 13 + 16) / 3 / 1000)
+
+
+@pytest.mark.usefixtures("pretended")
 def test_events_that_have_passed_are_not_kept() -> None:
     watch = Stopwatch()
     for step in range(50):

@@ -102,7 +102,6 @@ class LayerCache(Holding):
         self.workspace.reserve(window or 0)
         self.offload = offload
         self.expected: Geometry | None = None
-        self.ranks = 1
         self.half_written = False
         super().__init__()
 
@@ -146,7 +145,7 @@ class LayerCache(Holding):
             StateError, DeviceError: A tensor requires grad, or lives where no implementation serves it.
         """
         self.workspace.confirm()
-        with self._located():
+        with self._located:
             exact_keys, exact_values, geometry = exact_chunk(keys, values, self._geometry, copy=copy)
             self._commit(self._contents.append(exact_keys, exact_values), geometry)
 
@@ -163,7 +162,7 @@ class LayerCache(Holding):
             QuantWMError: As :meth:`append`; the cache is still what it was then.
         """
         self.workspace.confirm()
-        with self._located():
+        with self._located:
             exact_keys, exact_values, geometry = exact_chunk(keys, values, None, copy=copy)
             begun = self._nothing().append(exact_keys, exact_values)
             self.clear()
@@ -191,7 +190,7 @@ class LayerCache(Holding):
             QuantWMError: As :meth:`append` and :meth:`observe`; the cache is still what it was then.
         """
         self.workspace.confirm()
-        with self._located():
+        with self._located:
             told = bool(self.observers)
             history = History(self._rewound(), self._contents, self.scheme, self._learning, told=told)
             history.grow(keys, values, queries, tokens)
@@ -217,7 +216,7 @@ class LayerCache(Holding):
             ShapeError, DtypeError: The tensors are not what the active chunk holds.
         """
         self.workspace.confirm()
-        with self._located():
+        with self._located:
             exact_keys, exact_values, _ = exact_chunk(keys, values, self._geometry, copy=copy)
             self._contents = self._contents.overwrite(exact_keys, exact_values)
             self.version += 1
@@ -238,7 +237,7 @@ class LayerCache(Holding):
                 that seal raises it, and every later one, for their moment cannot be repaired and a rebuild keeps it. Only
                 :meth:`clear` or :meth:`restart` forgets it.
         """
-        with self._located():
+        with self._located:
             self._contents = self._learning.observed(self._contents, queries, self._known())
 
     def foresee(self, queries: Float[Tensor, "batch heads tokens channels"]) -> None:
@@ -252,7 +251,7 @@ class LayerCache(Holding):
             DtypeError, ShapeError: They are no such tensor.
             DomainError: As :meth:`observe`.
         """
-        with self._located():
+        with self._located:
             self._contents = self._learning.foreseen(self._contents, queries, self._geometry)
 
     def observe_moment(self, moment: QueryMoment) -> None:
@@ -272,7 +271,7 @@ class LayerCache(Holding):
         >>> cache.queries.past.queries
         64
         """
-        with self._located():
+        with self._located:
             self._contents = self._learning.told(self._contents, moment, self._geometry)
 
     def seal(self) -> None:
@@ -282,7 +281,7 @@ class LayerCache(Holding):
             DomainError: A chunk that is due holds NaN, Inf or numbers beyond 2**60.
         """
         self.workspace.confirm()
-        with self._located():
+        with self._located:
             self._commit(self._contents.complete(), self._geometry)
 
     def evict(self, start: int, stop: int) -> None:
@@ -295,7 +294,7 @@ class LayerCache(Holding):
             DomainError: A chunk that is due holds NaN, Inf or numbers beyond 2**60.
         """
         self.workspace.confirm()
-        with self._located():
+        with self._located:
             self._commit(self._contents.evict(start, stop), self._geometry)
 
     def read(
@@ -312,7 +311,7 @@ class LayerCache(Holding):
             RangeError: The range lies outside the window.
             StateError: The cache is empty.
         """
-        with self._located():
+        with self._located:
             known = self._known()
             first, last = 0 if start is None else start, self.tokens if stop is None else stop
             parts = self._reads.parts(self._contents, first, last)
@@ -335,7 +334,7 @@ class LayerCache(Holding):
         Raises:
             QuantWMError: As :meth:`observe` and :meth:`read`.
         """
-        with self._located():
+        with self._located:
             check_queries(queries)
         if self._attends_packed(queries):
             return self._attend_packed(queries, start, stop)
@@ -363,10 +362,10 @@ class LayerCache(Holding):
             for span in gone:
                 observer.evicted(self, *span)
 
-    def _staged(self, parts: Sequence[Part]) -> AbstractContextManager[Staged]:
-        """The units where they can be read, brought there if ``parts`` are of any."""
+    def _staged(self, parts: Sequence[Part]) -> AbstractContextManager[Staged | None]:
+        """The units brought from host memory if ``parts`` are of any; None where they are read from where they are."""
         if self.offload is None or all(part.unit is None for part in parts):
-            return nullcontext(Staged((), tuple(self._contents.units.values())))
+            return nullcontext()
         return self.offload.staged(self)
 
     def _advice(self) -> str:
@@ -383,7 +382,7 @@ class LayerCache(Holding):
         return not self.observers and self._geometry is not None and pays(queries, self._geometry)
 
     def _attend_packed(self, queries: Tensor, start: int | None, stop: int | None) -> Tensor:
-        with self._located():
+        with self._located:
             known, rotated = self._known(), self.attention == "rotated"
             first, last = 0 if start is None else start, self.tokens if stop is None else stop
             parts = self._reads.parts(self._contents, first, last)

@@ -285,10 +285,14 @@ class Contents:
 
     def segments(self, parts: Sequence[Part]) -> tuple[Segment, ...]:
         """Which stored pieces these are now: each overwrite makes another one of the active chunk."""
+        exact, units = self.exact, self.units
         return tuple(
-            Segment((self.exact[number] if unit is None else self.units[unit]).serial, *span)
-            for _, span, unit, number in parts
+            [Segment((exact[number] if unit is None else units[unit]).serial, span) for _, span, unit, number in parts]
         )
+
+    def chunks(self) -> dict[int, SealedChunk]:
+        """The units by serial number, where they are."""
+        return {unit.serial: unit.chunk for unit in self.units.values()}
 
     def pieces(self, parts: Sequence[Part], chunks: Mapping[int, SealedChunk]) -> tuple[Piece, ...]:
         """Those of ``parts`` that are of units, placed in memory that begins with the first; ``chunks`` by serial number."""

@@ -238,8 +238,8 @@ def _read_pair(keys: Handle, values: Handle) -> tuple[Tensor, Tensor]:
     keys.store.halves.check_whole()
     keys.check_current()
     values.check_current()
-    exact_keys, exact_values = keys.store.halves.cache.read(*keys.slots)
-    return exact_keys.to(keys.dtype), exact_values.to(values.dtype)
+    read = keys.store.halves.cache.read(*keys.slots)
+    return read if keys.dtype is values.dtype is torch.bfloat16 else (read[0].to(keys.dtype), read[1].to(values.dtype))
 
 
 def whole(value: Any) -> Any:

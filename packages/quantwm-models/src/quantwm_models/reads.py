@@ -17,6 +17,9 @@ from quantwm_models.workspace import Workspace
 # Different ranges that a host reads in turn between two chunks.
 MOST_PLANS = 8
 
+# Hosts read in rounds of four or five passes, and some twice in each: one read in so many is of each kind in turn.
+TIMED_OF = 7
+
 
 class Reads:
     """Reads of one layer through a workspace.
@@ -28,7 +31,7 @@ class Reads:
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
         self.captured = False
-        self._watch = Stopwatch()
+        self._watch = Stopwatch(TIMED_OF)
         self._plans: dict[tuple[tuple[int, ...], int, tuple[Part, ...]], ReadPlan] = {}
         self._generation = 0
         self._stream: Stream | None = None
@@ -40,7 +43,7 @@ class Reads:
 
     def restart(self) -> None:
         """Count time anew, and forget the plans."""
-        self._watch = Stopwatch()
+        self._watch = Stopwatch(TIMED_OF)
         self.forget()
 
     def forget(self) -> None:
@@ -67,7 +70,7 @@ class Reads:
         contents: Contents,
         parts: tuple[Part, ...],
         device: torch.device,
-        staged: Callable[[Sequence[Part]], AbstractContextManager[Staged]],
+        staged: Callable[[Sequence[Part]], AbstractContextManager[Staged | None]],
     ) -> None:
         """Bring the workspace to hold ``parts``; leading ones that are there already are kept.
 
@@ -75,7 +78,7 @@ class Reads:
             contents: What is read.
             parts: Of them.
             device: Where the workspace is.
-            staged: Brings the units to where they can be read.
+            staged: Brings the units from host memory, if they are there.
         """
         segments = contents.segments(parts)
         kept = self.workspace.kept(segments)
@@ -93,16 +96,18 @@ class Reads:
         self.workspace.holds(segments)
         self._watch.stop(begun)
 
-    def plan(self, contents: Contents, parts: tuple[Part, ...], staged: Staged) -> ReadPlan:
+    def plan(self, contents: Contents, parts: tuple[Part, ...], staged: Staged | None) -> ReadPlan:
         """How to reconstruct the sealed ones among ``parts`` from the first of them on, made once as long as no unit comes or goes."""
-        if staged.slot is not None and staged.key[0] != self._generation:
+        if staged is not None and staged.key[0] != self._generation:
             self._generation = staged.key[0]
             self.forget()  # they keep memory alive that was given back
-        known = (staged.key, parts[0].place if parts else 0, tuple(part for part in parts if part.unit is not None))
+        sealed = tuple([part for part in parts if part.unit is not None])
+        known = (() if staged is None else staged.key, parts[0].place if parts else 0, sealed)
         if known not in self._plans:
             if len(self._plans) == MOST_PLANS:
                 self._plans.clear()
-            self._plans[known] = ReadPlan(contents.pieces(parts, staged.chunks()))
+            chunks = contents.chunks() if staged is None else staged.chunks()
+            self._plans[known] = ReadPlan(contents.pieces(parts, chunks))
         self.captured = self.captured or capturing()
         return self._plans[known]
 

@@ -24,6 +24,8 @@ from quantwm_models.geometry import Geometry
 from quantwm_models.halves import Halves, Roll, Write
 from quantwm_models.handle import OPERATORS, SUPPORTED, Handle, Sized, name_of
 
+_ALL = slice(None)
+
 
 class Store(Sized):
     """One half of a layer's cache, keys or values, in place of a host's tensor.
@@ -133,8 +135,10 @@ class Store(Sized):
     def _slots(self, key: object) -> Span:
         """Slots that an index names."""
         parts = key if isinstance(key, tuple) else (key,)
-        wanted = parts[1] if 2 <= len(parts) <= self.ndim else None
-        if not isinstance(wanted, slice) or wanted.step not in (None, 1) or not all(map(_whole, parts[:1] + parts[2:])):
+        wanted = parts[1] if 2 <= len(parts) <= 4 else None
+        others = (parts[0], *parts[2:])
+        whole = others == (_ALL,) or all(part == _ALL or part is Ellipsis for part in others)
+        if not isinstance(wanted, slice) or wanted.step not in (None, 1) or not whole:
             raise HostError(f"{self}: index {key!r}; {SUPPORTED}")
         try:
             start, stop, _ = wanted.indices(self.shape[1])  # which takes whatever has an index, tensors of one too
@@ -164,11 +168,6 @@ def pair(
     values = Store(halves, "values", sizes if value_shape is None else value_shape, dtype, where)
     cache.expected = Geometry(sizes[0], sizes[2], sizes[3], values.shape[3], where)
     return keys, values
-
-
-def _whole(part: object) -> bool:
-    """Whether an index leaves a dimension as it is."""
-    return part is Ellipsis or part == slice(None)
 
 
 def _no_arithmetic(store: Store, *_: object) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quantwm_core.errors import StateError
+from quantwm_core.stream import Span
 from quantwm_kernels.chunk import storage_nbytes
 
 # Reads grow by a chunk at a time while a window fills: some room keeps the memory from moving with each of them.
@@ -23,12 +24,11 @@ class Segment(NamedTuple):
 
     Attributes:
         source: Serial number of the stored piece that they come from; no two pieces ever share one.
-        start, stop: Absolute tokens.
+        span: Absolute tokens.
     """
 
     source: int
-    start: int
-    stop: int
+    span: Span
 
 
 class Workspace:
