@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Integral
 from typing import NamedTuple
 
@@ -136,12 +137,12 @@ class Stream:
         """Absolute position after the newest token."""
         return self.ends[-1] if self.ends else 0
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Live tokens."""
         return sum(span.tokens for span in self.live)
 
-    @property
+    @cached_property
     def active_span(self) -> Span | None:
         """The chunk that may still change."""
         if not self.active:
