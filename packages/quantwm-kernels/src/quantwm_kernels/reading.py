@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import BFloat16
 from torch import Tensor
@@ -352,17 +353,10 @@ def _batch(
     batch, heads = keys[0].row.streams
     if launch is None:
         launch = launch_of(key_recipe, value_recipe)
-    span = _span([*keys, *values], batch * heads, device, launch)
-    counts = [-(-(part.stop - part.start) // span) for part in (*keys, *values)]
-    programs: list[int] = []
-    rows: list[int] = []
-    begin = sum(counts)
-    for part, count in zip((*keys, *values), counts, strict=True):
-        words = list(part.row.words)
-        words[Field.STOP], words[Field.SHIFT] = part.stop, part.place - part.start
-        programs += [(begin + len(rows)) << 32 | part.start + number * span for number in range(count)]
-        rows += words
-    table = torch.tensor(programs + rows, dtype=torch.int64).to(device, non_blocking=True)
+    parts = [*keys, *values]
+    span = _span(parts, batch * heads, device, launch)
+    counts = [-(-(part.stop - part.start) // span) for part in parts]
+    table = torch.from_numpy(_table(parts, counts, span)).to(device, non_blocking=True)
     recipes = (key_recipe, value_recipe)
     return Batch(
         *recipes,
@@ -370,12 +364,25 @@ def _batch(
         heads,
         table,
         sum(counts[: len(keys)]),
-        begin,
+        sum(counts),
         span,
         all(eight(recipe) for recipe in recipes),
-        all(part.row.aligned for part in (*keys, *values)),
+        all(part.row.aligned for part in parts),
         launch,
     )
+
+
+def _table(parts: Sequence[Part], counts: Sequence[int], span: int) -> np.ndarray:
+    """Words of the programs that read each part, ``counts`` of them, and then the parts' rows."""
+    program, place = 0, sum(counts)
+    table = np.empty(place + sum(len(part.row.words) for part in parts), np.int64)
+    for part, count in zip(parts, counts, strict=True):
+        row = table[place : place + len(part.row.words)]
+        row[:] = part.row.words
+        row[Field.STOP], row[Field.SHIFT] = part.stop, part.place - part.start
+        table[program : program + count] = (place << 32) + part.start + span * np.arange(count)
+        program, place = program + count, place + len(row)
+    return table
 
 
 def eight(recipe: Recipe) -> bool:

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -188,7 +188,7 @@ class Contents:
             queries = queries.begin(stream.end)
         grown = stream.append(keys.shape[2])
         piece = Exact(next(serials), Span(stream.end, grown.end), keys, values)
-        return _follow(replace(self, queries=queries, exact=(*self.exact, piece)), grown)
+        return _follow(self, grown, exact=(*self.exact, piece), queries=queries)
 
     def overwrite(self, keys: Tensor, values: Tensor) -> Contents:
         """The active chunk has other keys and values.
@@ -258,15 +258,15 @@ class Contents:
             watch.stop(begun)
             units[span] = Unit(next(serials), last)
             sealings.append(Sealing(last, keys, values))
-        settled = replace(
+        settled = _follow(
             self,
+            stream,
+            units,
             queries=queries.before(stream.sealed_end),
-            units=units,
             chunks_sealed=self.chunks_sealed + len(due),
             seal_seconds=self.seal_seconds + (0 if unconfirmed else watch.seconds()),
         )
-        left = Unconfirmed(tuple(unconfirmed), watch) if unconfirmed else None
-        return Settled(_follow(settled, stream), tuple(sealings), left)
+        return Settled(settled, tuple(sealings), Unconfirmed(tuple(unconfirmed), watch) if unconfirmed else None)
 
     def moved(self, move: Callable[[Unit], Unit]) -> Contents:
         """The same units elsewhere; itself where none moves."""
@@ -352,17 +352,24 @@ def _stored_alike(one: SealedChunk, other: SealedChunk) -> bool:
     )
 
 
-def _follow(contents: Contents, stream: Stream) -> Contents:
-    """Follow the stream: let go of what it holds no longer, or holds sealed."""
-    units = {span: contents.units[span] for span in stream.units}
-    exact = []
-    for piece in contents.exact:
+def _follow(
+    contents: Contents,
+    stream: Stream,
+    units: Mapping[Span, Unit] | None = None,
+    exact: Sequence[Exact] | None = None,
+    **changes: Any,
+) -> Contents:
+    """Follow the stream, with other units and BF16 tokens if they are given: let go of what it holds no longer, or holds sealed."""
+    before, pieces = contents.units if units is None else units, contents.exact if exact is None else exact
+    followed = {span: before[span] for span in stream.units}
+    kept = []
+    for piece in pieces:
         for live in stream.live:
             part = overlap(piece.span, Span(max(live.start, stream.sealed_end), live.stop))
             if part is not None:
-                exact.append(piece if part == piece.span else _slice(piece, part))
-    evicted = contents.chunks_evicted + len(contents.units) - len(units)
-    return replace(contents, stream=stream, units=units, exact=tuple(exact), chunks_evicted=evicted)
+                kept.append(piece if part == piece.span else _slice(piece, part))
+    evicted = contents.chunks_evicted + len(before) - len(followed)
+    return replace(contents, stream=stream, units=followed, exact=tuple(kept), chunks_evicted=evicted, **changes)
 
 
 def _slice(piece: Exact, part: Span) -> Exact:
