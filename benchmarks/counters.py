@@ -133,9 +133,8 @@ def main() -> None:
     print(f"{'kernel':24} {'ms':>8}" + "".join(f"{name:>9}" for name in (*COLUMNS, "waiting")))
     for line in measured(ncu, sys.argv[1:]):
         decode.keep(known | line, RESULTS)
-        print(
-            f"{line['kernel']:24} {line['ms']:8.4f}" + "".join(f"{line[name]:9.1f}" for name in (*COLUMNS, "waiting"))
-        )
+        shown = (f"{line[name]:.1f}" if line[name] is not None else "-" for name in (*COLUMNS, "waiting"))
+        print(f"{line['kernel']:24} {line['ms']:8.4f}" + "".join(f"{each:>9}" for each in shown))
 
 
 if __name__ == "__main__":
