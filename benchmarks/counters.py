@@ -26,11 +26,23 @@ from benchmarks import decode, seal
 from quantwm_kernels.reading import Piece, ReadPlan
 
 RESULTS = decode.RESULTS.with_name("counters.jsonl")
+SECTIONS = [
+    word
+    for name in (
+        "SpeedOfLight",
+        "ComputeWorkloadAnalysis",
+        "SchedulerStats",
+        "WarpStateStats",
+        "Occupancy",
+        "SourceCounters",
+    )
+    for word in ("--section", name)
+]
 Line = dict[str, str | float | None]
 STALLED = re.compile(r"smsp__pcsamp_warps_issue_stalled_(\w+?)(_not_issued)?")
 # What each figure is read off: the first column that matches.
 COLUMNS: Mapping[str, str] = {
-    "memory": r"dram__throughput\.avg\.pct_of_peak_sustained_elapsed",
+    "memory": r"(gpu__dram|dram_)_throughput\.avg\.pct_of_peak_sustained_elapsed",
     "l2": r"lts__throughput\.avg\.pct_of_peak_sustained_elapsed",
     "l1": r"l1tex__throughput\.avg\.pct_of_peak_sustained_active",
     "matrix": r"sm__pipe_tensor\w*_cycles_active\.avg\.pct_of_peak_sustained_(active|elapsed)|sm__inst_executed_pipe_tensor\w*\.avg\.pct.*",
@@ -108,7 +120,7 @@ def measured(ncu: str, words: Sequence[str]) -> list[Line]:
     """Run this module under ncu, and read its report."""
     with tempfile.TemporaryDirectory() as folder:
         report = str(Path(folder) / "counters.ncu-rep")
-        watch = [ncu, "--profile-from-start", "off", "--set", "full", "--clock-control", "none", "-o", report]
+        watch = [ncu, "--profile-from-start", "off", *SECTIONS, "--clock-control", "none", "-o", report]
         subprocess.run([*watch, sys.executable, "-m", "benchmarks.counters", *words, "--watched"], check=True)  # noqa: S603 - this module
         show = [ncu, "--import", report, "--page", "raw", "--csv"]
         return figures(subprocess.run(show, check=True, capture_output=True, text=True).stdout)  # noqa: S603 - a fixed command
