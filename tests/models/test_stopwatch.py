@@ -83,6 +83,25 @@ def test_what_is_timed_now_and_then_counts_for_all() -> None:
 
 
 @pytest.mark.usefixtures("pretended")
+def test_counting_anew_keeps_the_turns_and_what_they_told() -> None:
+    watch = Stopwatch(3)
+    told = []
+    for life in range(3):
+        watch.restart()
+        for step in range(2):
+            mark = watch.start(GPU)
+            Event.clock += 10.0 * (1 + step)
+            watch.stop(mark)
+        told.append(watch.seconds())
+    # Of starts 0 to 5, the first (10 ms) and the fourth (20 ms) are timed.
+    assert told == pytest.approx([2 * 0.010, 2 * 0.015, 2 * 0.015])
+    on_cpu = Stopwatch()
+    on_cpu.stop(on_cpu.start(torch.device("cpu")))
+    on_cpu.restart()
+    assert on_cpu.seconds() == 0
+
+
+@pytest.mark.usefixtures("pretended")
 def test_events_that_have_passed_are_not_kept() -> None:
     watch = Stopwatch()
     for step in range(50):

@@ -380,7 +380,7 @@ def set_index(index: object, value: object) -> Callable[[Store, Store], object]:
     "index",
     [0, slice(0, 1), (slice(None), 3), (0, slice(0, 4)), (slice(None), slice(0, 8, 2)), (slice(None), slice(0, 4), 1),
      (slice(None), torch.arange(4)), (slice(None), slice(0.0, 4.0)), (slice(None), None), Ellipsis,
-     (slice(None), slice(torch.arange(2), 4)), "k"],
+     (slice(None), slice(torch.arange(2), 4)), "k", ()],
 )  # fmt: skip
 def test_other_indices_are_refused(index: object) -> None:
     refused(lambda keys, _: keys[index], HostError, SUPPORTED)

@@ -139,6 +139,33 @@ def test_many_units_of_two_tensors_take_one_launch(device: torch.device) -> None
         assert launch(device, keys, values, token_major=token_major) == 1
 
 
+def test_what_was_read_is_read_again_and_elsewhere(device: torch.device) -> None:
+    unit = strategies.unit(("normal", "channels"), 0, 40, 32)
+    reads = [Read(seal("quantwm", kind, unit, queries=3, iterations=1, centroids=8), 0, 40) for kind in KINDS]
+    kept: list[SealedTensor] = []
+    keys, values = ([each.part(device, kept)] for each in reads)
+    batches = reading.batches(keys, values, device, SMALL)
+    first, other = (workspace(reads[0].sealed, 80, device, token_major=True) for _ in range(2))
+    head_major = workspace(reads[0].sealed, 80, device, token_major=False)
+    places = [
+        first[:, :, :40],
+        first[:, :, 40:],
+        other[:, :, 40:],
+        head_major[:, :, :40],
+        head_major[:, :, 40:],
+        first[:, :, :40],
+    ]
+    for out, beside in zip(places, places[1:], strict=False):
+        for each in (out, beside):
+            each.fill_(0)
+        reading.run(batches, out, beside)
+        check(out, reads[:1], "keys")
+        check(beside, reads[1:], "values")
+        out.fill_(0)
+        reading.run(batches, out, beside)
+        check(out, reads[:1], "keys, again")
+
+
 def test_units_of_different_methods_are_read_in_a_launch_each(device: torch.device) -> None:
     unit = strategies.unit(("normal", "clusters"), 0, 20, 32)
     names = ("bf16", "kivi", "qvg", "rtn", "bf16")

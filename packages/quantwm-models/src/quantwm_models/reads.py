@@ -44,7 +44,7 @@ class Reads:
 
     def restart(self) -> None:
         """Count time anew, and forget the plans."""
-        self._watch = Stopwatch(TIMED_OF)
+        self._watch.restart()
         self.forget()
 
     def forget(self) -> None:

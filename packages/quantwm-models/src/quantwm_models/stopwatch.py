@@ -22,13 +22,13 @@ class Mark(NamedTuple):
 class Stopwatch:
     """Seconds between starts and stops.
 
-    On a GPU, always the same one, these are events in the stream that is current at the start: what was queued before does not count, nor does the
-    time that the host waits, and only :meth:`seconds` waits for them. What a CUDA graph captures is not timed, and
-    neither are its replays.
+    On a GPU, always the same one, these are events in the stream that is current at the start: what was queued before does
+    not count, nor does the time that the host waits, and only :meth:`seconds` waits for them. What a CUDA graph captures is
+    not timed, and neither are its replays.
 
     Args:
-        every: On a GPU one start in so many is timed, the first among them, and stands for all: events take the host about as
-            long as what they time.
+        every: On a GPU one start in so many is timed, the first among them, and all so far tell how long each takes: events
+            take the host about as long as what they time.
 
     >>> watch = Stopwatch()
     >>> watch.stop(watch.start(torch.device("cpu")))
@@ -38,10 +38,14 @@ class Stopwatch:
 
     def __init__(self, every: int = 1) -> None:
         self._every = every
-        self._started, self._timed = 0, 0
-        self._seconds = 0.0
+        self._before, self._started, self._timed = 0, 0, 0
+        self._seconds, self._host_seconds = 0.0, 0.0
         self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._spare: list[torch.cuda.Event] = []
+
+    def restart(self) -> None:
+        """Count anew, those that were started and stopped."""
+        self._before, self._host_seconds = self._started, 0.0
 
     def start(self, device: torch.device) -> Mark:
         """Work on ``device`` begins."""
@@ -59,7 +63,7 @@ class Stopwatch:
     def stop(self, mark: Mark) -> None:
         """It is done, or launched."""
         if mark.host is not None:
-            self._seconds += time.perf_counter() - mark.host
+            self._host_seconds += time.perf_counter() - mark.host
         elif mark.event is not None and mark.stream is not None:
             event = self._event()
             event.record(mark.stream)
@@ -72,7 +76,8 @@ class Stopwatch:
         while self._running:
             self._running[0][1].synchronize()
             self._add_first()
-        return self._seconds * self._started / self._timed if self._timed else self._seconds
+        each = self._seconds / self._timed if self._timed else 0.0
+        return self._host_seconds + each * (self._started - self._before)
 
     def _add_first(self) -> None:
         first, last = self._running.popleft()
