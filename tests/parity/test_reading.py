@@ -1,5 +1,6 @@
 """The launch that reconstructs keys and values, against the reference: every method, range, layout and mixture of units."""
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_what_was_read_is_read_again_and_elsewhere(device: torch.device) -> None
         head_major[:, :, 40:],
         first[:, :, :40],
     ]
-    for out, beside in zip(places, places[1:], strict=False):
+    for out, beside in itertools.pairwise(places):
         for each in (out, beside):
             each.fill_(0)
         reading.run(batches, out, beside)
