@@ -278,6 +278,7 @@ CASES = (
     Case("directions.pack_kernel", "pack_directions", PACK, {"BYTES": 32}),
     Case("directions.pack_kernel", "pack_directions", PACK, {"BYTES": 256}, "wide", (86,)),
     seal("principal.principal_kernel", "principal_basis", WIDTH=16),
+    seal("principal.principal_kernel", "principal_basis_wide", variant="wide", CHANNELS=256, BLOCK_D=256, WIDTH=32),
     seal("statistics.add_kernel", "add_moments"),
     seal("statistics.sensitivity_kernel", "sensitivity", largest="*i32", BLOCK=128),
 )

@@ -101,7 +101,8 @@ LAUNCHES: Mapping[str, Launch] = {
     "second_moment": Launch(warps=8, stages=3, blocks={"TILE": 64}, programs=1),
     "add_moments": Launch(blocks={"BLOCK": 1024}),
     "sensitivity": Launch(),
-    "principal_basis": Launch(blocks={"BLOCK_K": 32, "ROUNDS": 20, "SWEEPS": 7}),
+    "principal_basis": Launch(warps=8, blocks={"BLOCK_K": 128, "ROUNDS": 20, "SWEEPS": 7}),
+    "principal_basis_wide": Launch(warps=8, blocks={"BLOCK_K": 32, "ROUNDS": 20, "SWEEPS": 7}),
     "rank_centroids": Launch(warps=8, stages=1, blocks={"TILE": 128}, programs=4),
     "rank_centroids_streamed": Launch(warps=4, stages=2, blocks={"TILE": 64, "BLOCK_K": 32}, programs=8),
 }
