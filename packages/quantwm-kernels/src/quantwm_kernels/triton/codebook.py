@@ -40,7 +40,7 @@ class Frame:
         metric: None, FP32 ``[S, D]`` or ``[S, D, D]``.
         table: FP32 ``[S, C, D]``.
         offset, exponent: FP32 ``[S, D]`` and int32 ``[S]``.
-        largest: int32 ``[S]``, bits of the largest magnitude of the tokens, above infinity's where one is no number.
+        products: int32 ``[S]``, how many products of BF16 rank a stream.
         high, low: BF16 ``[S, C, D]``, minus twice the weighted centroids.
         bias: FP32 ``[S, C]``.
         stored: BF16 ``[streams of a tensor, C, D]`` of each tensor, the codebooks that are kept.
@@ -51,7 +51,7 @@ class Frame:
     table: Tensor
     offset: Tensor
     exponent: Tensor
-    largest: Tensor
+    products: Tensor
     high: Tensor
     low: Tensor
     bias: Tensor
@@ -61,6 +61,11 @@ class Frame:
     def centroids(self) -> int:
         """Rows of a codebook."""
         return self.table.shape[1]
+
+    @property
+    def kind(self) -> tl.constexpr:
+        """What kind of metric it is."""
+        return UNIFORM if self.metric is None else DIAGONAL if self.metric.ndim == 2 else FULL
 
     @property
     def rounds_are_centred(self) -> bool:
@@ -79,13 +84,8 @@ def magnitudes_of(layer: Layer) -> Tensor:
     return magnitudes
 
 
-def begin(
-    layer: Layer, centroids: int, metric: Tensor | None, initial: Tensor | None, largest: Tensor | None = None
-) -> Frame:
-    """Bring a codebook of ``[S, centroids, D]``, given or made of tokens, and its streams into a frame.
-
-    ``largest`` is memory for the frame's field of that name.
-    """
+def begin(layer: Layer, centroids: int, metric: Tensor | None, initial: Tensor | None) -> Frame:
+    """Bring a codebook of ``[S, centroids, D]``, given or made of tokens, and its streams into a frame."""
     channels = layer.channels
     table = layer.empty(centroids, channels, dtype=torch.float32)
     if initial is not None:
@@ -96,17 +96,15 @@ def begin(
         table,
         layer.empty(channels, dtype=torch.float32),
         layer.empty(dtype=torch.int32),
-        layer.empty(dtype=torch.int32) if largest is None else largest,
+        layer.empty(dtype=torch.int32),
         layer.empty(centroids, channels, dtype=torch.bfloat16),
         layer.empty(centroids, channels, dtype=torch.bfloat16),
         layer.empty(centroids, dtype=torch.float32),
         layer.pair(centroids, channels, dtype=torch.bfloat16),
     )
-    magnitudes, wide = magnitudes_of(layer), padded(channels)
-    pieces, launch = magnitudes.shape[1], LAUNCHES["frame"]
     frame_kernel[layer.streams,](
-        *layer.source, magnitudes, table, frame.offset, frame.exponent, frame.largest, layer.tokens, centroids, pieces,
-        initial is None, channels, wide, PIECES=padded(pieces, 1), **launch.options,
+        *layer.source, table, table if metric is None else metric, frame.offset, frame.exponent, frame.products, layer.tokens,
+        centroids, initial is None, frame.kind.value, channels, padded(channels), **LAUNCHES["frame"].options,
     )  # fmt: skip
     return frame
 
@@ -160,8 +158,7 @@ def add_members(frame: Frame, index: Tensor) -> tuple[Tensor, Tensor]:
 
 def prepare(frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool) -> None:
     """New centroids from sums and counts, and what the next assignment takes."""
-    metric = frame.metric
-    kind = UNIFORM if metric is None else DIAGONAL if metric.ndim == 2 else FULL
+    kind = frame.kind
     if kind is FULL and update is not None:  # a full metric reads whole rows, so they must stand in memory first
         _table(frame, update, UNIFORM, final=False)
         update = None
@@ -176,8 +173,9 @@ def rank(frame: Frame, first_ranks: int, second_ranks: int) -> Tensor:
     per_piece, pieces = layer.split(launch)
     wide = padded(layer.channels)
     nearest_kernel[layer.streams, pieces](
-        *layer.source, frame.offset, frame.exponent, frame.high, frame.low, frame.bias, found, layer.tokens,
-        frame.centroids, per_piece, first_ranks, second_ranks, most, layer.channels, wide, padded(frame.centroids),
+        *layer.source, frame.offset, frame.exponent, frame.products, frame.high, frame.low, frame.bias, found, layer.tokens,
+        frame.centroids, per_piece, first_ranks, second_ranks, most, not frame.rounds_are_centred, layer.channels, wide,
+        padded(frame.centroids),
         **launch.options,
     )  # fmt: skip
     return found
@@ -284,7 +282,7 @@ def _table(frame: Frame, update: tuple[Tensor, Tensor] | None, kind: tl.constexp
     pieces = 0 if update is None else sums.shape[1]
     wide = padded(channels)
     table_kernel[frame.layer.streams, ceil_div(frame.centroids, launch.blocks["ROWS"])](
-        frame.table, frame.offset, frame.exponent, frame.table if frame.metric is None else frame.metric, sums, counts,
+        frame.table, frame.offset, frame.exponent, frame.products, frame.table if frame.metric is None else frame.metric, sums, counts,
         frame.high, frame.low, frame.bias, *frame.stored, frame.layer.per_tensor, frame.centroids, pieces, update is not None, final,
-        kind.value, final or frame.rounds_are_centred, channels, wide, BLOCK_K=min(wide, 32), **launch.options,
+        kind.value, frame.rounds_are_centred, channels, wide, BLOCK_K=min(wide, 32), **launch.options,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from quantwm_kernels.launch import LAUNCHES, on_device
 from quantwm_kernels.qsac import choice_shape
 from quantwm_kernels.triton import affine, codebook
 from quantwm_kernels.triton.affine import group_range
-from quantwm_kernels.triton.arithmetic import scaled
+from quantwm_kernels.triton.arithmetic import magnitude_bits, scaled
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Pair, of_pair, rows_of
 
@@ -33,7 +33,7 @@ def residual_range(number, stored, row, channel, inside, CHANNELS: tl.constexpr)
 @kernel(do_not_specialize=["tokens", "per_piece", "centroids", "ranks", "first_ranks", "second_ranks"])
 def choose_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, found, first_stored, second_stored,
-    sensitivity, exponent, first_index, second_index, largest, tokens, per_piece, centroids, ranks, first_ranks, second_ranks,
+    sensitivity, exponent, first_index, second_index, largest, magnitudes, tokens, per_piece, centroids, ranks, first_ranks, second_ranks,
     CHANNELS: tl.constexpr, GROUP: tl.constexpr, GROUPS_2: tl.constexpr, GROUP_2: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Chosen centroid of every token of a piece, and the largest range of a group that is left."""
@@ -48,12 +48,13 @@ def choose_kernel(
     own = stream % per_tensor
     stored = of_pair(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
     index = of_pair(first_index, second_index, stream, per_tensor) + own * tokens
-    widest = tl.zeros((TILE, GROUPS_2), tl.float32)
+    widest, highest = tl.zeros((TILE, GROUPS_2), tl.float32), tl.zeros((TILE, GROUPS_2), tl.int32)
     for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
         token = start + tl.arange(0, TILE)
         inside = (token < tokens)[:, None, None] & known
         place = token.to(tl.int64)[:, None, None] * token_stride + channel
         number = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
+        highest = tl.maximum(highest, tl.max(magnitude_bits(number), axis=2))
         candidates = found + (stream * tokens + token) * ranks
         best = tl.load(candidates, mask=token < tokens, other=0)
         span = residual_range(number, stored, best.to(tl.int64), channel, inside, CHANNELS)
@@ -72,6 +73,7 @@ def choose_kernel(
         tl.store(index + token, best, mask=token < tokens)
         widest = tl.maximum(widest, span)
     tl.store(largest + stream * tl.num_programs(1) + piece, tl.max(widest))
+    tl.atomic_max(magnitudes + stream, tl.max(highest))
 
 
 def choose_layer(
@@ -81,6 +83,7 @@ def choose_layer(
     sensitivity: Tensor | None,
     first_ranks: int,
     second_ranks: int,
+    magnitudes: Tensor | None = None,
 ) -> tuple[Pair, Tensor]:
     """Choose for all streams, among ``first_ranks`` centroids for the first tensor and ``second_ranks`` for the other.
 
@@ -90,6 +93,7 @@ def choose_layer(
         group_size: Channels per quantization group.
         sensitivity: FP32 ``[S, D]``; None only where there is one candidate.
         first_ranks, second_ranks: Candidates.
+        magnitudes: int32 ``[S]``, raised to the bits of the largest magnitude of a stream, NaN above all.
 
     Returns:
         uint8 ``[streams of a tensor, N]`` indices of each tensor and FP32 ``[S, pieces]``, the largest ranges that are left.
@@ -98,8 +102,9 @@ def choose_layer(
     per_piece, pieces = layer.split(launch)
     weights = frame.offset if sensitivity is None else sensitivity  # nothing is weighed, but memory must be there
     index, largest = layer.pair(layer.tokens, dtype=torch.uint8), layer.empty(pieces, dtype=torch.float32)
+    magnitudes = layer.empty(dtype=torch.int32) if magnitudes is None else magnitudes
     choose_kernel[layer.streams, pieces](
-        *layer.source, found, *frame.stored, weights, frame.exponent, *index, largest, layer.tokens, per_piece,
+        *layer.source, found, *frame.stored, weights, frame.exponent, *index, largest, magnitudes, layer.tokens, per_piece,
         frame.centroids, found.shape[-1], first_ranks, second_ranks, layer.channels, group_size,
         *affine.group_sizes(layer.channels, group_size), **launch.options,
     )  # fmt: skip

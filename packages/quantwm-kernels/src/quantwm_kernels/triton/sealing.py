@@ -245,10 +245,11 @@ def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) 
     weights, metric = _metric(layer, method, known, status)
     warm = [table.flatten(0, 1) for table in map(_warm, jobs) if table is not None]
     rows = _rows(method, tokens)
-    frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None, status[Status.MAGNITUDE])
+    frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None)
     coded = codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations, method.centroid_bits)
     candidates = min(method.candidates, rows) if keys else 1
-    index, largest = qsac.choose_layer(frame, codebook.rank(frame, candidates, 1), group, weights, candidates, 1)
+    found = codebook.rank(frame, candidates, 1)
+    index, largest = qsac.choose_layer(frame, found, group, weights, candidates, 1, status[Status.MAGNITUDE])
     along = None if directions is None else Projection.onto(directions.matrix(), tokens)
     fed_back = None
     if known is not None and method.rounding == "feedback":
@@ -364,9 +365,10 @@ def _qvg(jobs: Sequence[Asked], status: Tensor) -> list[Arrays]:
     named: dict[str, tuple[Tensor, Tensor]] = {}
     for stage in range(method.stages):
         suffix = f"_{stage + 1}" if stage else ""
-        frame = codebook.begin(layer, rows, None, None, None if stage else status[Status.MAGNITUDE])
+        frame = codebook.begin(layer, rows, None, None)
         codebook.refine(frame, method.iterations)
-        index, largest = qsac.choose_layer(frame, codebook.rank(frame, 1, 1), group, None, 1, 1)
+        magnitudes = None if stage else status[Status.MAGNITUDE]
+        index, largest = qsac.choose_layer(frame, codebook.rank(frame, 1, 1), group, None, 1, 1, magnitudes)
         named |= {f"index{suffix}": index, f"centroids{suffix}": frame.stored}
         residual = Residual(index, frame.stored)
         if stage + 1 < method.stages:
