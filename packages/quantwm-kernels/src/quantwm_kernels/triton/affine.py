@@ -77,15 +77,21 @@ def least_above(step, LEVEL: tl.constexpr, zero):
 @triton.jit
 def codes_of(residual, step, zero):
     """int32 ``clamp(round(residual / step) + zero, 0, 3)`` of groups along the last of three axes."""
-    code = (residual >= least_above(step, 1, zero)[:, :, None]).to(tl.int32)
-    code += (residual >= least_above(step, 2, zero)[:, :, None]).to(tl.int32)
-    return code + (residual >= least_above(step, 3, zero)[:, :, None]).to(tl.int32)
+    upper = residual >= least_above(step, 2, zero)[:, :, None]
+    bound = tl.where(upper, least_above(step, 3, zero)[:, :, None], least_above(step, 1, zero)[:, :, None])
+    return tl.where(upper, 2, 0) + (residual >= bound).to(tl.int32)
 
 
 @triton.jit
 def group_range(grouped):
-    """Lowest and highest value of groups along the last of three axes, zero included."""
-    return tl.minimum(tl.min(grouped, axis=2), 0.0), tl.maximum(tl.max(grouped, axis=2), 0.0)
+    """Lowest and highest value of groups along the last of three axes, zero included.
+
+    By their bits, of which a GPU compares three at once: as signed integers positive numbers are in order and above all
+    negative ones, as unsigned integers negative numbers are, the lowest last.
+    """
+    high = tl.maximum(tl.max(grouped.to(tl.int32, bitcast=True), axis=2), 0)
+    low = tl.max(grouped.to(tl.uint32, bitcast=True), axis=2).to(tl.float32, bitcast=True)
+    return tl.minimum(low, 0.0), high.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -253,10 +259,7 @@ def encode_kernel(
         tl.store(zero_points + row[:, None] * GROUPS + group[None, :], zero.to(tl.uint8), mask=cell)
     if RANK > 0:  # noqa: SIM102 - known when compiled
         if stream < projected_streams:
-            restored = restored_residual(code, step, zero)
-            if CLUSTERED:
-                restored = centroid.to(tl.float32) + restored
-            lost = tl.reshape(number.to(tl.float32) - restored, (TILE, GROUPS_2 * GROUP_2))
+            lost = tl.reshape(residual - restored_residual(code, step, zero), (TILE, GROUPS_2 * GROUP_2))
             flat, exists = tl.reshape(channel, (GROUPS_2 * GROUP_2,)), tl.reshape(known, (GROUPS_2 * GROUP_2,))
             summit = peaks + (stream * tl.num_programs(1) + block) * RANK
             store_coefficients(

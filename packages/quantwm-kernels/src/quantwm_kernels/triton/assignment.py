@@ -197,7 +197,9 @@ def rank_piece(
                 number = token_block(rows, token, end, token_stride, channel, CHANNELS, BLOCK_K)
                 coarse_block = weighted_block(coarse_rows, centroids, channel, CHANNELS, BLOCK_C, BLOCK_K)
                 fine_block = weighted_block(fine_rows, centroids, channel, CHANNELS, BLOCK_C, BLOCK_K)
-                scores = scored(number, coarse_block, fine_block, middle, shift, channel, PRODUCTS, CHANNELS, BLOCK_K, scores)
+                scores = scored(
+                    number, coarse_block, fine_block, middle, shift, channel, PRODUCTS, CHANNELS, BLOCK_K, scores
+                )
         store_ranks(scores + constant, column, found + token.to(tl.int64) * ranks, token < end, centroids, wanted)
 
 

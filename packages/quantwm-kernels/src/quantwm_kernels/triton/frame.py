@@ -164,7 +164,7 @@ def table_kernel(
         number = exact.to(tl.float32)
     shift = tl.load(exponent + stream)
     middle = tl.load(offset + stream * CHANNELS + channel, mask=channel < CHANNELS, other=0.0)[None, :]
-    lift = tl.zeros((), tl.int32) if CENTRED or METRIC == FULL and FINAL else -shift
+    lift = tl.zeros((), tl.int32) if CENTRED or (METRIC == FULL and FINAL) else -shift
     if FINAL and not CENTRED and METRIC != FULL:
         plain = tl.load(products + stream) != THREE_PRODUCTS
         middle = tl.where(plain, 0.0, middle)

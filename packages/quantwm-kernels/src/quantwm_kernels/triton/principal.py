@@ -170,10 +170,14 @@ def principal_kernel(
         columns = tl.where(channel < CHANNELS, ((mixed >> 9) & 1023).to(tl.float32) / 1024 - 0.5, 0.0)
         done, bound = 0, tl.zeros((), tl.float32)
         while done < ROUNDS:
-            ahead = multiplied(matrix, resident, columns, place, scratch, usable, shift, CHANNELS, BLOCK_D, WIDTH, BLOCK_K)
+            ahead = multiplied(
+                matrix, resident, columns, place, scratch, usable, shift, CHANNELS, BLOCK_D, WIDTH, BLOCK_K
+            )
             filters = (bound > 0) & (done < ROUNDS - LAST_ROUNDS)
             if filters:
-                twice = multiplied(matrix, resident, ahead, place, scratch, usable, shift, CHANNELS, BLOCK_D, WIDTH, BLOCK_K)
+                twice = multiplied(
+                    matrix, resident, ahead, place, scratch, usable, shift, CHANNELS, BLOCK_D, WIDTH, BLOCK_K
+                )
                 ahead = twice - bound * ahead + (bound * bound * 0.125) * columns
             columns, most, least = orthonormal(ahead, WIDTH)
             done += tl.where(filters, WORTH, 1)

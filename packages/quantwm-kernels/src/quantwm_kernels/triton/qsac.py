@@ -21,6 +21,9 @@ from quantwm_kernels.triton.arithmetic import magnitude_bits, scaled
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Pair, of_pair, rows_of
 
+# Neighbouring channels that a thread holds, whose maximum needs no exchange.
+LANES: tl.constexpr = tl.constexpr(8)
+
 
 @triton.jit
 def residual_range(number, stored, row, channel, inside, CHANNELS: tl.constexpr):
@@ -48,13 +51,15 @@ def choose_kernel(
     own = stream % per_tensor
     stored = of_pair(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
     index = of_pair(first_index, second_index, stream, per_tensor) + own * tokens
-    widest, highest = tl.zeros((TILE, GROUPS_2), tl.float32), tl.zeros((TILE, GROUPS_2), tl.int32)
+    PARTS: tl.constexpr = GROUP_2 // min(GROUP_2, LANES)
+    widest, highest = tl.zeros((TILE, GROUPS_2), tl.float32), tl.zeros((TILE, GROUPS_2, PARTS), tl.int32)
     for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
         token = start + tl.arange(0, TILE)
         inside = (token < tokens)[:, None, None] & known
         place = token.to(tl.int64)[:, None, None] * token_stride + channel
         number = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
-        highest = tl.maximum(highest, tl.max(magnitude_bits(number), axis=2))
+        lanes = tl.reshape(magnitude_bits(number), (TILE, GROUPS_2, PARTS, GROUP_2 // PARTS))
+        highest = tl.maximum(highest, tl.max(lanes, axis=3))
         candidates = found + (stream * tokens + token) * ranks
         best = tl.load(candidates, mask=token < tokens, other=0)
         span = residual_range(number, stored, best.to(tl.int64), channel, inside, CHANNELS)
