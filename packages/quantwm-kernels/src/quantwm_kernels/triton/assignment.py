@@ -17,7 +17,7 @@ from quantwm_kernels.triton.layer import rows_of
 
 INDEX_BITS: tl.constexpr = tl.constexpr(core.MAX_CENTROIDS - 1)
 DISTANCE_BITS: tl.constexpr = tl.constexpr(-core.MAX_CENTROIDS)
-COUNT_COLUMNS: tl.constexpr = tl.constexpr(16)
+COUNTED: tl.constexpr = tl.constexpr(1024)
 
 
 @triton.jit
@@ -108,6 +108,19 @@ def members(index, start, end, TILE: tl.constexpr):
     return tl.where(token < end, nearest, -1)
 
 
+@triton.jit
+def store_counts(counts, index, begin, end, centroids):
+    """Store how many tokens of a piece each centroid has."""
+    row = tl.arange(0, INDEX_BITS + 1)
+    count = tl.zeros((INDEX_BITS + 1,), tl.int32)
+    for start in range(begin, end, COUNTED):
+        token = start + tl.arange(0, COUNTED)
+        inside = token < end
+        count += tl.histogram(tl.load(index + token, mask=inside, other=0).to(tl.int32), INDEX_BITS + 1)
+        count -= tl.where(row == 0, tl.sum((token >= end).to(tl.int32)), 0)  # what stands for tokens that there are not
+    tl.store(counts + row, count.to(tl.float32), mask=row < centroids)
+
+
 @kernel(do_not_specialize=["tokens", "centroids", "per_piece"])
 def sum_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, index, sums, counts, tokens, centroids,
@@ -120,8 +133,6 @@ def sum_kernel(
     row = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     channel = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
-    count = tl.zeros((BLOCK_C, COUNT_COLUMNS), tl.float32)
-    one = tl.full((TILE, COUNT_COLUMNS), 1.0, tl.float32).to(tl.bfloat16)
     begin, end = piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece)
     following = members(index + stream * tokens, begin, end, TILE)
     for start in range(begin, end, TILE):
@@ -139,12 +150,11 @@ def sum_kernel(
                 part = to_bf16(rest)
                 total = product(member, part, total)
                 rest -= part.to(tl.float32)
-        count = product(member, one, count)
     part = (stream * tl.num_programs(1) + piece) * centroids
     inside = (row[:, None] < centroids) & (channel[None, :] < CHANNELS)
     tl.store(sums + (part + row[:, None]) * CHANNELS + channel[None, :], total, mask=inside)
-    number = tl.sum(tl.where(tl.arange(0, COUNT_COLUMNS)[None, :] == 0, count, 0.0), axis=1)
-    tl.store(counts + part + row, number, mask=row < centroids)
+    if tl.program_id(2) == 0:
+        store_counts(counts + part, index + stream * tokens, begin, end, centroids)
 
 
 @triton.jit

@@ -140,6 +140,52 @@ def unsettled(small, WIDTH: tl.constexpr):
     return tl.max(beside * beside - (mine * SETTLED) * (theirs * SETTLED) - noise * noise) > 0
 
 
+@triton.jit
+def subspace(matrix, resident, place, scratch, usable, shift, channel, column, CHANNELS: tl.constexpr, BLOCK_D: tl.constexpr,
+             WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, ROUNDS: tl.constexpr):  # fmt: skip
+    """Orthonormal columns ``[BLOCK_D, WIDTH]`` that nearly span the first eigenvectors of ``M``.
+
+    Where the eigenvalues of the block are of one size, a round multiplies twice and takes ``M^2 - b M + b^2 / 8``: a Chebyshev
+    polynomial, small up to the bound ``b``, about the last of these eigenvalues, and growing steeply beyond it.
+    """
+    # Any block will do that is not at right angles to a direction; this one mixes the bits of its places.
+    mixed = (channel * WIDTH + column + 1) * 73244475
+    mixed = ((mixed >> 15) ^ mixed) * 73244475
+    columns = tl.where(channel < CHANNELS, ((mixed >> 9) & 1023).to(tl.float32) / 1024 - 0.5, 0.0)
+    done, bound = 0, tl.zeros((), tl.float32)
+    while done < ROUNDS:
+        ahead = multiplied(matrix, resident, columns, place, scratch, usable, shift, CHANNELS, BLOCK_D, WIDTH, BLOCK_K)
+        filters = (bound > 0) & (done < ROUNDS - LAST_ROUNDS)
+        if filters:
+            twice = multiplied(
+                matrix, resident, ahead, place, scratch, usable, shift, CHANNELS, BLOCK_D, WIDTH, BLOCK_K
+            )
+            ahead = twice - bound * ahead + (bound * bound * 0.125) * columns
+        columns, most, least = orthonormal(ahead, WIDTH)
+        done += tl.where(filters, WORTH, 1)
+        if (done == FIRST_ROUNDS) & (least > most * LEVEL):
+            bound = tl.sqrt(least)
+    return columns
+
+
+@triton.jit
+def in_order(columns, turn, mine, theirs, channel, row, column, BLOCK_D: tl.constexpr):
+    """Columns turned into eigenvectors of length 1, largest eigenvalue first, and these; zero where there is no energy."""
+    ahead = (theirs > mine) | ((theirs == mine) & (row < column))
+    rank = tl.sum(ahead.to(tl.int32), axis=0)
+    chosen = tl.where(rank[:, None] == column, 1.0, 0.0)
+    turn = tl.dot(turn, chosen, input_precision="tf32x3")
+    energy = tl.maximum(tl.sum(chosen * theirs, axis=0), 0.0)
+    columns = tl.dot(columns, turn, input_precision="tf32x3")
+    length = tl.sqrt(tl.sum(columns * columns, axis=0))
+    peak = tl.max(tl.abs(columns), axis=0)
+    first = tl.min(tl.where(tl.abs(columns) == peak[None, :], channel, BLOCK_D), axis=0)
+    sign = tl.where(tl.sum(tl.where(channel == first[None, :], columns, 0.0), axis=0) < 0, -1.0, 1.0)
+    real = (energy > tl.max(energy) * NEGLIGIBLE) & (length > 0)
+    columns = tl.where(real[None, :], columns * (sign / tl.where(length > 0, length, 1.0))[None, :], 0.0)
+    return columns, energy
+
+
 @kernel()
 def principal_kernel(
     mean, block, basis, energies,
@@ -164,25 +210,10 @@ def principal_kernel(
         resident = thirds(block_of(matrix, tl.arange(0, BLOCK_D), 0, usable, shift, CHANNELS, BLOCK_K))
     if WIDTH == BLOCK_D:
         columns = tl.where(channel == column, 1.0, 0.0)
-    else:  # any block will do that is not at right angles to a direction; this one mixes the bits of its places
-        mixed = (channel * WIDTH + column + 1) * 73244475
-        mixed = ((mixed >> 15) ^ mixed) * 73244475
-        columns = tl.where(channel < CHANNELS, ((mixed >> 9) & 1023).to(tl.float32) / 1024 - 0.5, 0.0)
-        done, bound = 0, tl.zeros((), tl.float32)
-        while done < ROUNDS:
-            ahead = multiplied(
-                matrix, resident, columns, place, scratch, usable, shift, CHANNELS, BLOCK_D, WIDTH, BLOCK_K
-            )
-            filters = (bound > 0) & (done < ROUNDS - LAST_ROUNDS)
-            if filters:
-                twice = multiplied(
-                    matrix, resident, ahead, place, scratch, usable, shift, CHANNELS, BLOCK_D, WIDTH, BLOCK_K
-                )
-                ahead = twice - bound * ahead + (bound * bound * 0.125) * columns
-            columns, most, least = orthonormal(ahead, WIDTH)
-            done += tl.where(filters, WORTH, 1)
-            if (done == FIRST_ROUNDS) & (least > most * LEVEL):
-                bound = tl.sqrt(least)
+    else:
+        columns = subspace(
+            matrix, resident, place, scratch, usable, shift, channel, column, CHANNELS, BLOCK_D, WIDTH, BLOCK_K, ROUNDS
+        )
     ahead = multiplied(matrix, resident, columns, place, scratch, usable, shift, CHANNELS, BLOCK_D, WIDTH, BLOCK_K)
     small = tl.dot(tl.trans(columns), ahead, input_precision="tf32x3")
     small = 0.5 * (small + tl.trans(small))
@@ -195,18 +226,7 @@ def principal_kernel(
         sweep += 1
     mine = tl.sum(tl.where(row == column, small, 0.0), axis=0)[None, :]
     theirs = tl.sum(tl.where(row == column, small, 0.0), axis=1)[:, None]
-    ahead = (theirs > mine) | ((theirs == mine) & (row < column))
-    rank = tl.sum(ahead.to(tl.int32), axis=0)
-    chosen = tl.where(rank[:, None] == column, 1.0, 0.0)
-    turn = tl.dot(turn, chosen, input_precision="tf32x3")
-    energy = tl.maximum(tl.sum(chosen * theirs, axis=0), 0.0)
-    columns = tl.dot(columns, turn, input_precision="tf32x3")
-    length = tl.sqrt(tl.sum(columns * columns, axis=0))
-    peak = tl.max(tl.abs(columns), axis=0)
-    first = tl.min(tl.where(tl.abs(columns) == peak[None, :], channel, BLOCK_D), axis=0)
-    sign = tl.where(tl.sum(tl.where(channel == first[None, :], columns, 0.0), axis=0) < 0, -1.0, 1.0)
-    real = (energy > tl.max(energy) * NEGLIGIBLE) & (length > 0)
-    columns = tl.where(real[None, :], columns * (sign / tl.where(length > 0, length, 1.0))[None, :], 0.0)
+    columns, energy = in_order(columns, turn, mine, theirs, channel, row, column, BLOCK_D)
     inside = (channel < CHANNELS) & (column < RANK)
     tl.store(basis + (stream * CHANNELS + channel) * RANK + column, to_bf16(columns), mask=inside)
     direction = tl.arange(0, WIDTH)

@@ -248,8 +248,8 @@ def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) 
     frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None)
     coded = codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations, method.centroid_bits)
     candidates = min(method.candidates, rows) if keys else 1
-    found = codebook.rank(frame, candidates, 1)
-    index, largest = qsac.choose_layer(frame, found, group, weights, candidates, 1, status[Status.MAGNITUDE])
+    nearest = codebook.rank(frame, candidates, 1)
+    index, largest = qsac.choose_layer(frame, nearest, group, weights, candidates, 1, status[Status.MAGNITUDE])
     along = None if directions is None else Projection.onto(directions.matrix(), tokens)
     fed_back = None
     if known is not None and method.rounding == "feedback":
