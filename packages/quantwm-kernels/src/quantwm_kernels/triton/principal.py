@@ -74,6 +74,12 @@ def multiplied(matrix, resident, columns, place, scratch, usable, shift, CHANNEL
 
 
 @triton.jit
+def across(left, right):
+    """Products of the columns of two matrices that come in thirds."""
+    return exact((tl.trans(left[0]), tl.trans(left[1]), tl.trans(left[2])), right)
+
+
+@triton.jit
 def block_of(matrix, channel, start, usable, shift, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr):
     """Columns from ``start`` of ``M 2**-shift``, zero where it is not usable."""
     other = start + tl.arange(0, BLOCK_K)
@@ -89,7 +95,7 @@ def orthonormal(block, WIDTH: tl.constexpr):
     """
     row, column = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
     parts = thirds(block)
-    gram = exact((tl.trans(parts[0]), tl.trans(parts[1]), tl.trans(parts[2])), parts)
+    gram = across(parts, parts)
     gram = tl.where(row == column, gram * (1 + RELATIVE_SHIFT), gram)
     inverse = tl.where(row == column, 1.0, 0.0)
     for pivot in range(WIDTH):
@@ -215,7 +221,7 @@ def principal_kernel(
             matrix, resident, place, scratch, usable, shift, channel, column, CHANNELS, BLOCK_D, WIDTH, BLOCK_K, ROUNDS
         )
     ahead = multiplied(matrix, resident, columns, place, scratch, usable, shift, CHANNELS, BLOCK_D, WIDTH, BLOCK_K)
-    small = tl.dot(tl.trans(columns), ahead, input_precision="tf32x3")
+    small = across(thirds(columns), thirds(ahead))
     small = 0.5 * (small + tl.trans(small))
     row = tl.arange(0, WIDTH)[:, None]
     turn = tl.where(row == column, 1.0, 0.0)
