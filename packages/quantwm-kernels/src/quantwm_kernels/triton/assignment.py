@@ -16,7 +16,11 @@ from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import rows_of
 
 INDEX_BITS: tl.constexpr = tl.constexpr(core.MAX_CENTROIDS - 1)
+PLACE_BITS: tl.constexpr = tl.constexpr(core.MAX_CENTROIDS // 4 - 1)
+SCORE_BITS = -core.MAX_CENTROIDS // 4
 DISTANCE_BITS: tl.constexpr = tl.constexpr(-core.MAX_CENTROIDS)
+# Score of a column that is none.
+BEYOND: tl.constexpr = tl.constexpr(1e38)
 COUNTED: tl.constexpr = tl.constexpr(1024)
 
 
@@ -56,17 +60,29 @@ def exact_product(centred, coarse, fine, scores):
 
 
 @triton.jit
-def lowest(scores, column, BLOCK_C: tl.constexpr):
-    """Smallest score of each row and its column, the first of several."""
-    best = tl.min(scores, axis=1)
-    found = tl.min(tl.where(scores == best[:, None], column, BLOCK_C), axis=1)
-    return best, found
+def lowest(scores, score_bits, BLOCK_C: tl.constexpr):
+    """Column of the smallest score of each row, of 17 bits of mantissa; of equal negative ones the first.
+
+    A thread of a matrix unit has two columns of every eight. Which of its columns a score is of stands in the score's last
+    bits, so that one comparison finds both; the columns of four threads are compared afterwards. ``score_bits``, which are
+    the others, come as an argument: two constants in one expression would cost an instruction more for each score.
+    """
+    TILE: tl.constexpr = scores.shape[0]
+    EIGHTS: tl.constexpr = BLOCK_C // 8
+    apart = tl.reshape(scores, (TILE, EIGHTS, 4, 2)).to(tl.int32, bitcast=True)
+    place = tl.arange(0, EIGHTS)[None, :, None, None] * 2 + tl.arange(0, 2)[None, None, None, :]
+    key = ((apart & score_bits) | (PLACE_BITS - place)).to(tl.float32, bitcast=True)
+    least = tl.min(tl.min(key, axis=3), axis=1).to(tl.int32, bitcast=True)
+    place = PLACE_BITS - (least & PLACE_BITS)
+    column = (place // 2) * 8 + tl.arange(0, 4)[None, :] * 2 + place % 2
+    score = (least & score_bits).to(tl.float32, bitcast=True)
+    return tl.min(tl.where(score == tl.min(score, axis=1)[:, None], column, BLOCK_C), axis=1)
 
 
-@kernel(do_not_specialize=["tokens", "centroids", "per_piece"])
+@kernel(do_not_specialize=["tokens", "centroids", "per_piece", "score_bits"])
 def assign_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, offset, exponent, high, bias, index,
-    tokens, centroids, per_piece,
+    tokens, centroids, per_piece, score_bits,
     CENTRED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +90,7 @@ def assign_kernel(
     stream, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
     column = tl.arange(0, BLOCK_C)[None, :]
-    constant = tl.load(bias + stream * centroids + column, mask=column < centroids, other=float("inf"))
+    constant = tl.load(bias + stream * centroids + column, mask=column < centroids, other=BEYOND)
     own = high + stream * centroids * CHANNELS
     middle = offset + stream * CHANNELS
     shift = tl.load(exponent + stream)
@@ -95,7 +111,7 @@ def assign_kernel(
                     number = to_bf16(into_frame(number, middle, shift, begin, CHANNELS, BLOCK_K))
                 block = weighted_block(own, centroids, begin, CHANNELS, BLOCK_C, BLOCK_K)
                 scores = product(number, block, scores)
-        _, found = lowest(scores + constant, column, BLOCK_C)
+        found = lowest(scores + constant, score_bits, BLOCK_C)
         place = index + stream * tokens + token
         tl.store(place, tl.minimum(found, centroids - 1).to(tl.uint8), mask=token < tokens)
 
