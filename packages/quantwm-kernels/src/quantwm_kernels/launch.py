@@ -86,8 +86,10 @@ LAUNCHES: Mapping[str, Launch] = {
     "magnitude": Launch(warps=8, blocks={"TILE": 32}, programs=16),
     "frame": Launch(blocks={"ROWS": 32}),
     "prepare_centroids": Launch(blocks={"ROWS": 16}),
-    "assign_centroids": Launch(warps=4, stages=3, blocks={"TILE": 64}, programs=2),
-    "assign_centroids_streamed": Launch(warps=4, stages=2, blocks={"TILE": 64, "BLOCK_K": 32}, programs=8),
+    "assign_centroids": Launch(warps=4, stages=3, blocks={"TILE": 64, "STAGGER": 0}, programs=2),
+    "assign_centroids_streamed": Launch(
+        warps=4, stages=2, blocks={"TILE": 64, "BLOCK_K": 32, "STAGGER": 0}, programs=8
+    ),
     "sum_members": Launch(warps=8, stages=3, blocks={"TILE": 64, "BLOCK_C": 256}, programs=1),
     "sum_members_wide": Launch(warps=8, stages=2, blocks={"TILE": 32, "BLOCK_C": 64}, programs=4),
     "choose_centroids": Launch(blocks={"TILE": 32}, programs=32),

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from quantwm_core import codebook as core
 from quantwm_kernels.triton.arithmetic import product, scaled
-from quantwm_kernels.triton.domain import to_bf16
+from quantwm_kernels.triton.domain import INTERPRETED, to_bf16
 from quantwm_kernels.triton.frame import ONE_PRODUCT, THREE_PRODUCTS, TWO_PRODUCTS
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import rows_of
@@ -79,12 +79,27 @@ def lowest(scores, score_bits, BLOCK_C: tl.constexpr):
     return tl.min(tl.where(score == tl.min(score, axis=1)[:, None], column, BLOCK_C), axis=1)
 
 
+@triton.jit
+def take_turns(STAGGER: tl.constexpr):
+    """Let every second program of a processor begin later by so many nanoseconds.
+
+    Programs that begin together stay together: all of them use its matrix units, and then none.
+    """
+    if STAGGER > 0 and not INTERPRETED:
+        program = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
+        if 2 * program >= tl.num_programs(0) * tl.num_programs(1):
+            pause = tl.full((), STAGGER, tl.int32)
+            tl.inline_asm_elementwise(
+                "nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [pause], dtype=tl.int32, is_pure=False, pack=1
+            )
+
+
 @kernel(do_not_specialize=["tokens", "centroids", "per_piece", "score_bits"])
 def assign_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, offset, exponent, high, bias, index,
     tokens, centroids, per_piece, score_bits,
     CENTRED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, STAGGER: tl.constexpr,
 ):  # fmt: skip
     """Nearest centroid of every token of a piece, as close as one BF16 product tells."""
     stream, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -96,6 +111,7 @@ def assign_kernel(
     shift = tl.load(exponent + stream)
     if BLOCK_K == BLOCK_D:
         resident = weighted_block(own, centroids, 0, CHANNELS, BLOCK_C, BLOCK_K)
+    take_turns(STAGGER)
     for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
         token = start + tl.arange(0, TILE)
         scores = tl.zeros((TILE, BLOCK_C), tl.float32)
