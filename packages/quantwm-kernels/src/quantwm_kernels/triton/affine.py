@@ -20,20 +20,21 @@ from quantwm_core.errors import DtypeError
 from quantwm_kernels.affine import AffineCode, code_shapes, decoded_shape
 from quantwm_kernels.launch import LAUNCHES, ceil_div, on_device
 from quantwm_kernels.triton import packing
-from quantwm_kernels.triton.arithmetic import frexp_exponent, magnitude_bits, product, rounded, scaled
+from quantwm_kernels.triton.arithmetic import frexp_exponent, magnitude_bits, product, scaled
 from quantwm_kernels.triton.clustered import COUNTING_SHIFT
 from quantwm_kernels.triton.domain import INTERPRETED, to_bf16
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Layer, Pair, of_pair, padded, rows_of
 from quantwm_kernels.triton.packing import CODE_BITS, CODES_PER_BYTE, code_in
 from quantwm_kernels.triton.rounding import refined
-from quantwm_kernels.triton.scales import step_of, stored_scale, super_scale_of
+from quantwm_kernels.triton.scales import step_of, stored_ratio, super_scale_of
 
 LEVELS: tl.constexpr = tl.constexpr(core.LEVELS)
 # Half a unit in the last place above 1/2.
 NUDGE: tl.constexpr = tl.constexpr(2.0**-25)
 SMALL_STEP: tl.constexpr = tl.constexpr(2.0**-60)
 LIFT: tl.constexpr = tl.constexpr(2.0**64)
+SIGN: tl.constexpr = tl.constexpr(-(2**31))
 FOUR: tl.constexpr = tl.constexpr(0x40800000)
 LEAST_CHANNELS = 16
 # Shares of a range that are tried differ by as much.
@@ -41,45 +42,64 @@ EIGHTH: tl.constexpr = tl.constexpr(core.FRACTIONS[0] - core.FRACTIONS[1])
 
 
 @triton.jit
-def following(number, condition):
-    """The next FP32 number above where a condition holds."""
-    bits = number.to(tl.int32, bitcast=True)
-    return tl.where(condition, tl.where(bits < 0, bits - 1, bits + 1), bits).to(tl.float32, bitcast=True)
+def following(number):
+    """The next FP32 number above a positive one."""
+    return (number.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def least_above(step, LEVEL: tl.constexpr, zero):
-    """Smallest FP32 residual whose code is at least ``LEVEL``, for groups of a step and a zero-point.
+def least_rounding_to(step, LEVEL: tl.constexpr):
+    """Smallest FP32 residual for which ``round(r / s')`` is at least ``LEVEL``, which is 1, 2 or 3.
 
-    ``round(r / s') + z >= LEVEL`` means ``r / s' > t`` for ``t = LEVEL - z - 1/2``, but for what rounding to FP32 and ties to
-    even do: they move ``t`` by half a unit in the last place, outward where ``t`` is 1/2 or 5/2 and inward where it is 3/2.
-    ``s'`` times that number, of 25 bits, is never an FP32 number, so its successor among them is what is asked for.
-    A division per residual says the same and costs ten times as much.
+    That means ``r / s' > t`` for ``t = LEVEL - 1/2``, but for what rounding to FP32 and ties to even do: they move ``t`` by
+    half a unit in the last place, outward where ``t`` is 1/2 or 5/2 and inward where it is 3/2. ``s'`` times that number, of
+    25 bits, is never an FP32 number, so its successor among them is what is asked for. A division per residual says the
+    same and costs ten times as much.
     """
-    middle = LEVEL - 0.5 - zero
-    size = tl.abs(middle)
-    moved = tl.where(size < 1.0, NUDGE, tl.where(size < 2.0, -2.0 * NUDGE, 4.0 * NUDGE))
-    moved = tl.where(middle < 0, -moved, moved)
+    if LEVEL == 1:  # half a step is exact, and its share of half a unit less than that to the next number
+        return following(step * 0.5)
+    middle: tl.constexpr = LEVEL - 0.5
+    moved: tl.constexpr = -2.0 * NUDGE if LEVEL == 2 else 4.0 * NUDGE
     if INTERPRETED:  # no fused multiply-add there
-        exact = step.to(tl.float64) * (middle.to(tl.float64) + moved.to(tl.float64))
+        exact = step.to(tl.float64) * (middle + moved)
         near = exact.to(tl.float32)
-        return following(near, near.to(tl.float64) <= exact)
+        return tl.where(near.to(tl.float64) <= exact, following(near), near)
     small = step < SMALL_STEP  # where an error of the product would be lost below the smallest number
     wide = tl.where(small, step * LIFT, step)
     rough = wide * middle
     rest = tl.fma(wide, moved, tl.fma(wide, middle, -rough))
     near = rough + rest
-    bound = following(near, near - rough <= rest)
+    bound = tl.where(near - rough <= rest, following(near), near)
     lowered = bound * (1.0 / LIFT)
-    return tl.where(small, following(lowered, lowered * LIFT < bound), bound)
+    return tl.where(small, tl.where(lowered * LIFT < bound, following(lowered), lowered), bound)
 
 
 @triton.jit
-def codes_of(residual, step, zero):
-    """int32 ``clamp(round(residual / step) + zero, 0, 3)`` of groups along the last of three axes."""
-    upper = residual >= least_above(step, 2, zero)[:, :, None]
-    bound = tl.where(upper, least_above(step, 3, zero)[:, :, None], least_above(step, 1, zero)[:, :, None])
-    return tl.where(upper, 2, 0) + (residual >= bound).to(tl.int32)
+def mirrored(bound):
+    """Smallest FP32 residual above minus those below a positive ``bound``: where ``round(r / s')`` exceeds minus its level."""
+    return ((bound.to(tl.int32, bitcast=True) - 1) | SIGN).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def code_bounds(low, step):
+    """Zero-point of groups that reach down to ``low``, and the smallest residuals whose codes are 1, 2 and 3."""
+    first, second, third = least_rounding_to(step, 1), least_rounding_to(step, 2), least_rounding_to(step, 3)
+    one, two, three = -low >= first, -low >= second, -low >= third
+    zero = one.to(tl.float32) + two.to(tl.float32) + three.to(tl.float32)
+    below_first, below_second, below_third = mirrored(first), mirrored(second), mirrored(third)
+    lower = tl.where(three, below_third, tl.where(two, below_second, tl.where(one, below_first, first)))
+    middle = tl.where(three, below_second, tl.where(two, below_first, tl.where(one, first, second)))
+    upper = tl.where(three, below_first, tl.where(two, first, tl.where(one, second, third)))
+    return zero, lower, middle, upper
+
+
+@triton.jit
+def quotient(number, divisor, reciprocal):
+    """FP32 ``number / divisor`` of a divisor whose reciprocal is known, to nearest: the error of a product is corrected."""
+    if INTERPRETED:  # no fused multiply-add there
+        return tl.div_rn(number, tl.zeros_like(number) + divisor)
+    near = number * reciprocal
+    return tl.fma(tl.fma(-near, divisor, number), reciprocal, near)
 
 
 @triton.jit
@@ -97,17 +117,18 @@ def group_range(grouped):
 @triton.jit
 def step_of_range(span):
     """Scale of groups that span so much."""
-    return tl.div_rn(span, tl.full(span.shape, LEVELS, tl.float32))
+    return quotient(span, LEVELS * 1.0, 1.0 / LEVELS)
 
 
 @triton.jit
-def on_grid(residual, low, span, super_scale):
+def on_grid(residual, low, span, super_scale, reciprocal):
     """Stored scale, step and zero-point of grids that start at ``low`` and have steps of ``span``, and the codes on them."""
-    bits = stored_scale(span, super_scale)
+    bits = stored_ratio(span, quotient(span, super_scale, reciprocal))
     step = step_of(bits, super_scale)
-    divisor = tl.where(step > 0, step, 1.0)
-    zero = tl.clamp(rounded(tl.div_rn(-low, divisor)), 0.0, LEVELS * 1.0)
-    return bits, step, zero, codes_of(residual, divisor, zero)
+    zero, lower, middle, upper = code_bounds(low, tl.where(step > 0, step, 1.0))
+    above = residual >= middle[:, :, None]
+    bound = tl.where(above, upper[:, :, None], lower[:, :, None])
+    return bits, step, zero, tl.where(above, 2, 0) + (residual >= bound).to(tl.int32)
 
 
 @triton.jit
@@ -125,17 +146,19 @@ def squared_error(residual, step, zero, code, shift):
 
 
 @triton.jit
-def searched_grid(residual, super_scale, CANDIDATES: tl.constexpr):
+def searched_grid(residual, super_scale, reciprocal, CANDIDATES: tl.constexpr):
     """What :func:`on_grid` returns for the share of each group's range that loses least."""
     low, high = group_range(residual)
     span = step_of_range(high - low)
-    bits, step, zero, code = on_grid(residual, low, span, super_scale)
+    bits, step, zero, code = on_grid(residual, low, span, super_scale, reciprocal)
     if CANDIDATES > 1:
         shift = -frexp_exponent(magnitude_bits(super_scale))[:, :, None]
         least = squared_error(residual, step, zero, code, shift)
         for number in tl.static_range(1, CANDIDATES):
             fraction = 1.0 - number * EIGHTH
-            other_bits, other_step, other_zero, other = on_grid(residual, low * fraction, span * fraction, super_scale)
+            other_bits, other_step, other_zero, other = on_grid(
+                residual, low * fraction, span * fraction, super_scale, reciprocal
+            )
             lost = squared_error(residual, other_step, other_zero, other, shift)
             better = lost < least
             least = tl.where(better, lost, least)
@@ -240,8 +263,9 @@ def encode_kernel(
     super_scale = super_scale_of(step_of_range(span))
     super_scales = of_pair(first_super, second_super, stream, per_tensor) + own + tl.arange(0, 1)
     tl.store(super_scales, super_scale, mask=(tl.arange(0, 1) + block) == 0)
-    super_scale = tl.broadcast_to(super_scale[:, None], (TILE, GROUPS_2))
-    bits, step, zero, code = searched_grid(residual, super_scale, CANDIDATES)
+    super_scale = super_scale[:, None]
+    reciprocal = tl.div_rn(tl.full((1, 1), 1.0, tl.float32), super_scale)
+    bits, step, zero, code = searched_grid(residual, super_scale, reciprocal, CANDIDATES)
     if FED:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
         if stream < fed_streams:
             own_matrix = matrix + stream * CHANNELS * CHANNELS
