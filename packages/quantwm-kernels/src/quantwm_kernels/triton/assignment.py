@@ -21,6 +21,7 @@ SCORE_BITS = -core.MAX_CENTROIDS // 4
 DISTANCE_BITS: tl.constexpr = tl.constexpr(-core.MAX_CENTROIDS)
 # Score of a column that is none.
 BEYOND: tl.constexpr = tl.constexpr(1e38)
+FACTORS: tl.constexpr = tl.constexpr(16)
 COUNTED: tl.constexpr = tl.constexpr(1024)
 
 
@@ -141,6 +142,32 @@ def members(index, start, end, TILE: tl.constexpr):
 
 
 @triton.jit
+def factors_of(row):
+    """BF16 ``[rows, 16]`` that multiplies with what :func:`one_hot` makes of tokens: 1 and minus the row."""
+    factor = tl.arange(0, FACTORS)[None, :]
+    return tl.where(factor == 0, 1.0, tl.where(factor == 1, -row[:, None].to(tl.float32), 0.0)).to(tl.bfloat16)
+
+
+@triton.jit
+def one_hot(factors, nearest):
+    """BF16 ``[rows, tokens]``: 1 where a token's centroid is the row.
+
+    A small product says how far a token's centroid is from the row. So the result is where a matrix unit takes an operand
+    from, which comparing the two would have to bring there.
+    """
+    factor = tl.arange(0, FACTORS)[:, None]
+    others = tl.where(factor == 0, nearest[None, :].to(tl.float32), tl.where(factor == 1, 1.0, 0.0)).to(tl.bfloat16)
+    apart = product(factors, others, tl.zeros((factors.shape[0], others.shape[1]), tl.float32))
+    if INTERPRETED:
+        return tl.maximum(1.0 - apart * apart, 0.0).to(tl.bfloat16)
+    # Triton has no word for an addition that ends at 0.
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 less; neg.f32 less, $1; fma.rn.sat.f32 $0, less, $1, 0f3F800000; }",
+        "=r,r", [apart], dtype=tl.float32, is_pure=True, pack=1,
+    ).to(tl.bfloat16)  # fmt: skip
+
+
+@triton.jit
 def store_counts(counts, index, begin, end, centroids):
     """Store how many tokens of a piece each centroid has."""
     row = tl.arange(0, INDEX_BITS + 1)
@@ -166,12 +193,13 @@ def sum_kernel(
     channel = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
     begin, end = piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece)
+    factors = factors_of(row)
     following = members(index + stream * tokens, begin, end, TILE)
     for start in range(begin, end, TILE):
         nearest, following = following, members(index + stream * tokens, start + TILE, end, TILE)
         token = start + tl.arange(0, TILE)
         inside = token < end
-        member = (row[:, None] == nearest[None, :]).to(tl.float32).to(tl.bfloat16)
+        member = one_hot(factors, nearest)
         place = token[:, None].to(tl.int64) * token_stride + channel[None, :]
         number = tl.load(rows + place, mask=inside[:, None] & (channel[None, :] < CHANNELS), other=0.0)
         if PARTS == 1:
