@@ -26,11 +26,12 @@ LANES: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
-def residual_range(number, stored, row, channel, inside, CHANNELS: tl.constexpr):
-    """Range of every group of what is left of ``number`` when a centroid is subtracted."""
-    centroid = tl.load(stored + row[:, None, None] * CHANNELS + channel, mask=inside, other=0.0)
-    low, high = group_range(number - centroid.to(tl.float32))
-    return high - low
+def candidate(stored, candidates, rank, wanted, token, tokens, channel, inside, CHANNELS: tl.constexpr):
+    """Index and centroid of the candidate of a rank of every token, if that is wanted."""
+    asked = rank < wanted
+    index = tl.load(candidates + rank, mask=(token < tokens) & asked, other=0)
+    place = stored + index.to(tl.int32)[:, None, None] * CHANNELS + channel
+    return index, tl.load(place, mask=inside & asked, other=0.0)
 
 
 @kernel(do_not_specialize=["tokens", "per_piece", "centroids", "ranks", "first_ranks", "second_ranks"])
@@ -61,20 +62,19 @@ def choose_kernel(
         lanes = tl.reshape(magnitude_bits(number), (TILE, GROUPS_2, PARTS, GROUP_2 // PARTS))
         highest = tl.maximum(highest, tl.max(lanes, axis=3))
         candidates = found + (stream * tokens + token) * ranks
-        best = tl.load(candidates, mask=token < tokens, other=0)
-        span = residual_range(number, stored, best.to(tl.int64), channel, inside, CHANNELS)
-        if wanted > 1:
-            relative = scaled(span, -shift)
-            cost = tl.sum(weight * (relative * relative), axis=1)
-            for rank in range(1, wanted):
-                other = tl.load(candidates + rank, mask=token < tokens, other=0)
-                other_span = residual_range(number, stored, other.to(tl.int64), channel, inside, CHANNELS)
-                relative = scaled(other_span, -shift)
-                other_cost = tl.sum(weight * (relative * relative), axis=1)
-                better = other_cost < cost
-                cost = tl.where(better, other_cost, cost)
-                best = tl.where(better, other, best)
-                span = tl.where(better[:, None], other_span, span)
+        best, centroid = candidate(stored, candidates, 0, wanted, token, tokens, channel, inside, CHANNELS)
+        following, ahead = best, centroid
+        cost, span = tl.full((TILE,), float("inf"), tl.float32), tl.zeros((TILE, GROUPS_2), tl.float32)
+        for rank in range(wanted):  # asked for a candidate ahead, it has come in time
+            other, centroid = following, ahead
+            following, ahead = candidate(stored, candidates, rank + 1, wanted, token, tokens, channel, inside, CHANNELS)
+            low, high = group_range(number - centroid.to(tl.float32))
+            relative = scaled(high - low, -shift)
+            other_cost = tl.sum(weight * (relative * relative), axis=1)
+            better = (other_cost < cost) | (rank == 0)
+            cost = tl.where(better, other_cost, cost)
+            best = tl.where(better, other, best)
+            span = tl.where(better[:, None], high - low, span)
         tl.store(index + token, best, mask=token < tokens)
         widest = tl.maximum(widest, span)
     tl.store(largest + stream * tl.num_programs(1) + piece, tl.max(widest))
