@@ -264,7 +264,17 @@ def parts_of(subject: Subject) -> dict[str, Callable[[], object]]:
     frame = codebook.begin(layer, CENTROIDS, weights, None)
     codebook.prepare(frame, None, final=False)
     index = layer.empty(layer.tokens, dtype=torch.uint8)
-    codebook.assign(frame, index)
+
+    def assign() -> None:
+        codebook.assigning(frame, index)()
+
+    def add() -> tuple[torch.Tensor, torch.Tensor]:
+        step, update = codebook.adding(frame, index)
+        step()
+        return update
+
+    assign()
+    update = add()
     last = codebook.begin(layer, CENTROIDS, weights, None)
     codebook.refine(last, 2)
     found = codebook.rank(last, CANDIDATES, 1)
@@ -282,9 +292,9 @@ def parts_of(subject: Subject) -> dict[str, Callable[[], object]]:
     wide = layer.channels > codebook.WIDE
     return {
         "magnitude": lambda: codebook.magnitudes_of(layer),
-        "assign_centroids": lambda: codebook.assign(frame, index),
-        "sum_members_wide" if wide else "sum_members": lambda: codebook.add_members(frame, index),
-        "prepare_centroids": lambda: codebook.prepare(frame, codebook.add_members(frame, index), final=False),
+        "assign_centroids": assign,
+        "sum_members_wide" if wide else "sum_members": add,
+        "prepare_centroids": lambda: codebook.prepare(frame, update, final=False),
         "rank_centroids": lambda: codebook.rank(last, CANDIDATES, 1),
         "choose_centroids": lambda: qsac.choose_layer(last, found, GROUP, weights, CANDIDATES, 1),
         "encode_groups": encode,

@@ -63,7 +63,7 @@ WITHOUT_NAMESAKE = {
 # Launchers that take all streams of a layer at once, and what passes between them.
 OF_LAYERS = {
     "affine": "Codes Projection Residual as_e4m3 encode_layer group_sizes largest_ranges",
-    "codebook": "Frame add_members assign begin framed magnitudes_of prepare rank refine",
+    "codebook": "Frame adding assigning begin framed magnitudes_of prepare preparing rank refine",
     "directions": "packed shifts_of",
     "psac": "laid_out projection_of quantize",
     "qsac": "choose_layer",

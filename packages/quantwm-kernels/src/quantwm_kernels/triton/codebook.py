@@ -8,6 +8,7 @@ matrix of the index; and, in a fixed order, the sum of the pieces, which also pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +30,9 @@ WIDE = 128
 SPARE_BYTES = 2048
 BF16_PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """How many BF16 numbers add up to one of another format."""
+
+Step = Callable[[], None]
+"""A prepared launch of a round."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +122,15 @@ def refine(frame: Frame, iterations: int, bits: int = EXACT_BITS) -> tuple[Tenso
     """
     exact = bits == EXACT_BITS
     prepare(frame, None, final=exact and iterations == 0)
-    index = frame.layer.empty(frame.layer.tokens, dtype=torch.uint8)
-    for iteration in range(iterations):
-        assign(frame, index)
-        prepare(frame, add_members(frame, index), final=exact and iteration == iterations - 1)
+    if iterations:
+        index = frame.layer.empty(frame.layer.tokens, dtype=torch.uint8)
+        added, update = adding(frame, index)
+        steps = [assigning(frame, index), added, *preparing(frame, update, final=False)]
+        for _ in range(iterations - 1):
+            for step in steps:
+                step()
+        for step in [*steps[:2], *preparing(frame, update, final=exact)]:
+            step()
     if exact:
         return None
     codes, scales = integer_table.encode(frame.table, bits)
@@ -130,39 +139,44 @@ def refine(frame: Frame, iterations: int, bits: int = EXACT_BITS) -> tuple[Tenso
     return codes, scales
 
 
-def assign(frame: Frame, index: Tensor) -> None:
-    """Nearest centroid of every token, as a round of k-means needs it, into uint8 ``[S, N]``."""
+def assigning(frame: Frame, index: Tensor) -> Step:
+    """What finds the nearest centroid of every token, as a round of k-means needs it, into uint8 ``[S, N]``."""
     layer, launch = frame.layer, _table_launch("assign_centroids", frame, tables=1)
     per_piece, pieces = layer.split(launch)
-    assign_kernel[layer.streams, pieces](
-        *layer.source, frame.offset, frame.exponent, frame.high, frame.bias, index, layer.tokens, frame.centroids,
-        per_piece, SCORE_BITS, frame.rounds_are_centred, layer.channels, padded(layer.channels), padded(frame.centroids),
-        **launch.options,
+    return assign_kernel.prepared(
+        (layer.streams, pieces), *layer.source, frame.offset, frame.exponent, frame.high, frame.bias, index, layer.tokens,
+        frame.centroids, per_piece, SCORE_BITS, frame.rounds_are_centred, layer.channels, padded(layer.channels),
+        padded(frame.centroids), **launch.options,
     )  # fmt: skip
 
 
-def add_members(frame: Frame, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums ``[S, pieces, C, D]`` and numbers ``[S, pieces, C]`` of the tokens of every centroid, FP32."""
+def adding(frame: Frame, index: Tensor) -> tuple[Step, tuple[Tensor, Tensor]]:
+    """What sums the tokens of every centroid, and its FP32 results: sums ``[S, pieces, C, D]``, numbers ``[S, pieces, C]``."""
     layer = frame.layer
     launch = LAUNCHES["sum_members" if layer.channels <= WIDE else "sum_members_wide"]
     blocks = ceil_div(frame.centroids, launch.blocks["BLOCK_C"])
     per_piece, pieces = layer.split(launch, layer.streams * blocks * ranks())
     sums = layer.empty(pieces, frame.centroids, layer.channels, dtype=torch.float32)
     counts = layer.empty(pieces, frame.centroids, dtype=torch.float32)
-    sum_kernel[layer.streams, pieces, blocks](
-        *layer.source, index, sums, counts, layer.tokens, frame.centroids, per_piece, BF16_PARTS[layer.first.dtype],
-        layer.channels, padded(layer.channels), **launch.options,
+    step = sum_kernel.prepared(
+        (layer.streams, pieces, blocks), *layer.source, index, sums, counts, layer.tokens, frame.centroids, per_piece,
+        BF16_PARTS[layer.first.dtype], layer.channels, padded(layer.channels), **launch.options,
     )  # fmt: skip
-    return sums, counts
+    return step, (sums, counts)
 
 
 def prepare(frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool) -> None:
     """New centroids from sums and counts, and what the next assignment takes."""
+    for step in preparing(frame, update, final=final):
+        step()
+
+
+def preparing(frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool) -> list[Step]:
+    """The launches of :func:`prepare`."""
     kind = frame.kind
     if kind is FULL and update is not None:  # a full metric reads whole rows, so they must stand in memory first
-        _table(frame, update, UNIFORM, final=False)
-        update = None
-    _table(frame, update, kind, final=final)
+        return [_table(frame, update, UNIFORM, final=False), _table(frame, None, kind, final=final)]
+    return [_table(frame, update, kind, final=final)]
 
 
 def rank(frame: Frame, first_ranks: int, second_ranks: int) -> Tensor:
@@ -276,13 +290,14 @@ def _table_launch(name: str, frame: Frame, tables: int) -> Launch:
     return replace(streamed, blocks={**streamed.blocks, "BLOCK_K": min(wide, streamed.blocks["BLOCK_K"])})
 
 
-def _table(frame: Frame, update: tuple[Tensor, Tensor] | None, kind: tl.constexpr, *, final: bool) -> None:
+def _table(frame: Frame, update: tuple[Tensor, Tensor] | None, kind: tl.constexpr, *, final: bool) -> Step:
     launch, channels = LAUNCHES["prepare_centroids"], frame.layer.channels
     sums, counts = (frame.table, frame.bias) if update is None else update
     pieces = 0 if update is None else sums.shape[1]
     wide = padded(channels)
-    table_kernel[frame.layer.streams, ceil_div(frame.centroids, launch.blocks["ROWS"])](
-        frame.table, frame.offset, frame.exponent, frame.products, frame.table if frame.metric is None else frame.metric, sums, counts,
-        frame.high, frame.low, frame.bias, *frame.stored, frame.layer.per_tensor, frame.centroids, pieces, update is not None, final,
-        kind.value, frame.rounds_are_centred, channels, wide, BLOCK_K=min(wide, 32), **launch.options,
+    return table_kernel.prepared(
+        (frame.layer.streams, ceil_div(frame.centroids, launch.blocks["ROWS"])), frame.table, frame.offset, frame.exponent,
+        frame.products, frame.table if frame.metric is None else frame.metric, sums, counts, frame.high, frame.low, frame.bias,
+        *frame.stored, frame.layer.per_tensor, frame.centroids, pieces, update is not None, final, kind.value,
+        frame.rounds_are_centred, channels, wide, BLOCK_K=min(wide, 32), **launch.options,
     )  # fmt: skip

@@ -7,7 +7,7 @@ bytes and whether an integer is 1, a multiple of 16 or too large for 32 bits. Un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -55,10 +55,35 @@ class Kernel:
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
         return partial(self._launch, tuple(grid))
 
+    def prepared(self, grid: Sequence[int], *arguments: Any, **options: Any) -> Callable[[], None]:
+        """A launch that is made again and again: what it depends on is looked at once, the tensors stay where they are."""
+        if _INTERPRETED:
+            return partial(self.function[tuple(grid)], *arguments, **options)
+        known, passed = self._looked_at(arguments, options)
+        runs: list[Callable[..., None]] = []
+
+        def launch() -> None:
+            if runs:
+                runs[0](*passed)
+            else:
+                self._launch(tuple(grid), *arguments, **options)
+                runs.append(self._binaries[known][_whole(grid)])
+
+        return launch
+
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         if _INTERPRETED:
             self.function[grid](*arguments, **options)
             return
+        known, passed = self._looked_at(arguments, options)
+        binary = self._binaries.get(known)
+        if binary is None:
+            self._binaries[known] = self.function[grid](*arguments, **options)
+            return
+        binary[_whole(grid)](*passed)
+
+    def _looked_at(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> tuple[tuple[object, ...], list[Any]]:
+        """What the binary of a launch is kept under, and what it is called with."""
         key: list[object] = [torch.cuda.current_device(), *options.items()]
         passed, constants = [], []
         for value, role in zip(arguments, self._roles, strict=False):
@@ -71,14 +96,10 @@ class Kernel:
             else:
                 passed.append(value)
                 key.append(_kind(value, role))
-        binary = self._binaries.get(known := tuple(key))
-        if binary is None:
-            self._binaries[known] = self.function[grid](*arguments, **options)
-            return
         if _TAKES_CONSTANTS:
             passed += constants
             passed += (options[name] for name in self.function.arg_names[len(arguments) :])
-        binary[grid + (1,) * (3 - len(grid))](*passed)
+        return tuple(key), passed
 
     def _address(self, tensor: Tensor) -> int:
         """Where a tensor begins, which Triton would not ask twice about."""
@@ -94,6 +115,11 @@ def kernel(**settings: Any) -> Callable[[Callable[..., None]], Kernel]:
         return Kernel(triton.jit(**settings)(source))
 
     return made
+
+
+def _whole(grid: Sequence[int]) -> tuple[int, ...]:
+    """A grid of three axes."""
+    return (*grid, *(1,) * (3 - len(grid)))
 
 
 def _role(parameter: Any) -> Role:
