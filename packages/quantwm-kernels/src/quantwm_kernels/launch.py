@@ -84,7 +84,7 @@ LAUNCHES: Mapping[str, Launch] = {
     "attend_rotated": Launch(warps=8, blocks={"BLOCK_QUERIES": 64, "BLOCK_TOKENS": 32}, programs=1, least_tiles=16),
     "merge_attention": Launch(blocks={"BLOCK_QUERIES": 16}),
     "magnitude": Launch(warps=8, blocks={"TILE": 32}, programs=16),
-    "frame": Launch(blocks={"ROWS": 32}),
+    "frame": Launch(warps=8, blocks={"ROWS": 128}),
     "prepare_centroids": Launch(blocks={"ROWS": 16}),
     "assign_centroids": Launch(warps=4, stages=3, blocks={"TILE": 64, "STAGGER": 0}, programs=2),
     "assign_centroids_streamed": Launch(

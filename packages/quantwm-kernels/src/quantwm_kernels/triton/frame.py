@@ -81,11 +81,9 @@ def frame_kernel(
     own = table + stream * centroids * CHANNELS
     bits = tl.zeros((), tl.int32)
     for start in range(0, centroids, ROWS):
-        number, place, inside = first_rows(
+        number, _, _ = first_rows(
             rows, own, token_stride, tokens, centroids, start, FROM_TOKENS, CHANNELS, BLOCK_D, ROWS
         )
-        if FROM_TOKENS:
-            tl.store(place, number, mask=inside)
         bits = tl.maximum(bits, tl.max(magnitude_bits(number)))
     shift = tl.maximum(binary_exponent(bits), SMALLEST_SHIFT)
     total = tl.zeros((BLOCK_D,), tl.float32)
@@ -94,6 +92,8 @@ def frame_kernel(
         number, place, inside = first_rows(
             rows, own, token_stride, tokens, centroids, start, FROM_TOKENS, CHANNELS, BLOCK_D, ROWS
         )
+        if FROM_TOKENS:
+            tl.store(place, number, mask=inside)
         number = scaled(number, -shift)
         total += tl.sum(number, axis=0)
         square += tl.sum(number * number, axis=0)

@@ -1,6 +1,6 @@
 """Sealing the tensors of a layer on a GPU: keys and values share every launch where they can, and nothing is waited for.
 
-Launches of ``quantwm`` with the paper's settings do not grow with streams: seven, three a round of k-means (four with
+Launches of ``quantwm`` with the paper's settings do not grow with streams: six, three a round of k-means (four with
 ``metric="full"``), three more for PSAC, and two more where the groups of a token are no power of two. Beside the unit and
 what is stored of it, ``S`` streams of ``N`` tokens need while they are sealed, in bytes::
 
