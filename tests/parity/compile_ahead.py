@@ -118,7 +118,7 @@ SEALED = {
     **dict.fromkeys(("codes", "scales", "zero_points", "index", "found", "first_index", "second_index"), "*u8"),
     **dict.fromkeys(("first_codes", "second_codes", "first_scales", "second_scales"), "*u8"),
     **dict.fromkeys(("first_zeros", "second_zeros"), "*u8"),
-    **dict.fromkeys(("magnitudes", "exponent", "non_zero", "products"), "*i32"),
+    **dict.fromkeys(("magnitudes", "exponent", "non_zero", "products", "ranked"), "*i32"),
     **dict.fromkeys(("bias", "block", "coefficients", "counts", "energies", "matrix", "mean", "metric", "offset", "parts"), "*fp32"),
     **dict.fromkeys(("peaks", "projection", "sensitivity", "sums", "super_scales", "table", "values", "weights"), "*fp32"),
     **dict.fromkeys(("first_super", "second_super", "largest"), "*fp32"),

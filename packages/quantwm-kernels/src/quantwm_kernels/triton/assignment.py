@@ -15,6 +15,7 @@ from quantwm_kernels.triton.frame import ONE_PRODUCT, THREE_PRODUCTS, TWO_PRODUC
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import rows_of
 
+RANKS_PER_WORD = 4
 INDEX_BITS: tl.constexpr = tl.constexpr(core.MAX_CENTROIDS - 1)
 PLACE_BITS: tl.constexpr = tl.constexpr(core.MAX_CENTROIDS // 4 - 1)
 SCORE_BITS = -core.MAX_CENTROIDS // 4
@@ -230,23 +231,27 @@ def scored(number, coarse, fine, middle, shift, start, PRODUCTS: tl.constexpr, C
 
 @triton.jit
 def store_ranks(scores, column, place, inside, centroids, wanted):
-    """Store the columns of the smallest scores of each row, in order, the lowest of equals first.
+    """Store the columns of the smallest scores of each row, in order, the lowest of equals first, four in a word.
 
     They are told apart by how much larger they are than the smallest, 15 bits of mantissa of it, and by their column.
     """
     farther = (scores - tl.min(scores, axis=1)[:, None]).to(tl.int32, bitcast=True)
     key = (farther & DISTANCE_BITS) | column
     last = tl.min(key, axis=1)
-    tl.store(place, tl.minimum(last & INDEX_BITS, centroids - 1).to(tl.uint8), mask=inside)
+    word = tl.minimum(last & INDEX_BITS, centroids - 1)
     for rank in range(1, wanted):
+        if rank % 4 == 0:
+            tl.store(place + rank // 4 - 1, word, mask=inside)
+            word = tl.zeros_like(word)
         above = (key - (last + 1)[:, None]).to(tl.uint32, bitcast=True)  # what is not above wraps around
         last += 1 + tl.min(above, axis=1).to(tl.int32, bitcast=True)
-        tl.store(place + rank, tl.minimum(last & INDEX_BITS, centroids - 1).to(tl.uint8), mask=inside)
+        word |= tl.minimum(last & INDEX_BITS, centroids - 1) << (rank % 4 * 8)
+    tl.store(place + (wanted - 1) // 4, word, mask=inside)
 
 
 @triton.jit
 def rank_piece(
-    rows, found, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, ranks,
+    rows, found, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, words,
     PRODUCTS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -270,13 +275,13 @@ def rank_piece(
                 scores = scored(
                     number, coarse_block, fine_block, middle, shift, channel, PRODUCTS, CHANNELS, BLOCK_K, scores
                 )
-        store_ranks(scores + constant, column, found + token.to(tl.int64) * ranks, token < end, centroids, wanted)
+        store_ranks(scores + constant, column, found + token.to(tl.int64) * words, token < end, centroids, wanted)
 
 
 @kernel(do_not_specialize=["tokens", "centroids", "per_piece", "first_ranks", "second_ranks"])
 def nearest_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, offset, exponent, products, high, low, bias,
-    found, tokens, centroids, per_piece, first_ranks, second_ranks, ranks,
+    ranked, tokens, centroids, per_piece, first_ranks, second_ranks, words,
     PLAIN: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -286,23 +291,23 @@ def nearest_kernel(
     column = tl.arange(0, BLOCK_C)[None, :]
     constant = tl.load(bias + stream * centroids + column, mask=column < centroids, other=float("inf"))
     coarse_rows, fine_rows = high + stream * centroids * CHANNELS, low + stream * centroids * CHANNELS
-    own, middle = found + stream * tokens * ranks, offset + stream * CHANNELS
+    own, middle = ranked + stream * tokens * words, offset + stream * CHANNELS
     shift = tl.load(exponent + stream)
     wanted = tl.where(stream < per_tensor, first_ranks, second_ranks)
     begin, end = piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece)
     how = tl.load(products + stream) if PLAIN else THREE_PRODUCTS
     if how == ONE_PRODUCT:
         rank_piece(
-            rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, ranks,
+            rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, words,
             ONE_PRODUCT, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
         )  # fmt: skip
     elif how == TWO_PRODUCTS:
         rank_piece(
-            rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, ranks,
+            rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, words,
             TWO_PRODUCTS, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
         )  # fmt: skip
     else:
         rank_piece(
-            rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, ranks,
+            rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, words,
             THREE_PRODUCTS, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
         )  # fmt: skip

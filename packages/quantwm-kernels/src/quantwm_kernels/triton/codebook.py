@@ -21,7 +21,7 @@ from quantwm_core.integer_table import EXACT_BITS
 from quantwm_kernels.codebook import Metric, index_shape, table_shape
 from quantwm_kernels.launch import LAUNCHES, Launch, ceil_div, on_device, ranks, shared_memory
 from quantwm_kernels.triton import integer_table
-from quantwm_kernels.triton.assignment import SCORE_BITS, assign_kernel, nearest_kernel, sum_kernel
+from quantwm_kernels.triton.assignment import RANKS_PER_WORD, SCORE_BITS, assign_kernel, nearest_kernel, sum_kernel
 from quantwm_kernels.triton.frame import DIAGONAL, FULL, UNIFORM, frame_kernel, magnitude_kernel, table_kernel
 from quantwm_kernels.triton.layer import Layer, Pair, padded
 
@@ -180,19 +180,19 @@ def preparing(frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool
 
 
 def rank(frame: Frame, first_ranks: int, second_ranks: int) -> Tensor:
-    """Indices of the nearest stored centroids, uint8 ``[S, N, ranks]``; ranks beyond a tensor's own are not written."""
+    """Indices of the nearest stored centroids, uint8 ``[S, N, ranks]``; ranks beyond a tensor's own mean nothing."""
     layer, launch = frame.layer, _table_launch("rank_centroids", frame, tables=2)
-    most = max(first_ranks, second_ranks)
-    found = layer.empty(layer.tokens, most, dtype=torch.uint8)
+    words = ceil_div(max(first_ranks, second_ranks), RANKS_PER_WORD)
+    found = layer.empty(layer.tokens, words, dtype=torch.int32)
     per_piece, pieces = layer.split(launch)
     wide = padded(layer.channels)
     nearest_kernel[layer.streams, pieces](
         *layer.source, frame.offset, frame.exponent, frame.products, frame.high, frame.low, frame.bias, found, layer.tokens,
-        frame.centroids, per_piece, first_ranks, second_ranks, most, not frame.rounds_are_centred, layer.channels, wide,
+        frame.centroids, per_piece, first_ranks, second_ranks, words, not frame.rounds_are_centred, layer.channels, wide,
         padded(frame.centroids),
         **launch.options,
     )  # fmt: skip
-    return found
+    return found.view(torch.uint8)
 
 
 def fit(
@@ -247,8 +247,8 @@ def nearest(values: Tensor, centroids: Tensor, metric: Metric = None, count: int
     if not 1 <= count <= size:
         raise ParameterError(f"{count} nearest of {size} centroids: need 1 to {size}")
     with on_device(values, "values"):
-        found = rank(framed(values, centroids, metric), count, count)
-    return found.view(index_shape(values.shape, count)).long()
+        found = rank(framed(values, centroids, metric), count, count)[..., :count]
+    return found.reshape(index_shape(values.shape, count)).long()
 
 
 def framed(values: Tensor, centroids: Tensor, metric: Metric) -> Frame:
