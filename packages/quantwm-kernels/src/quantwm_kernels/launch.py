@@ -86,10 +86,8 @@ LAUNCHES: Mapping[str, Launch] = {
     "magnitude": Launch(warps=8, blocks={"TILE": 32}, programs=16),
     "frame": Launch(warps=8, blocks={"ROWS": 128}),
     "prepare_centroids": Launch(blocks={"ROWS": 16}),
-    "assign_centroids": Launch(warps=4, stages=3, blocks={"TILE": 64, "STAGGER": 0}, programs=2),
-    "assign_centroids_streamed": Launch(
-        warps=4, stages=2, blocks={"TILE": 64, "BLOCK_K": 32, "STAGGER": 0}, programs=8
-    ),
+    "assign_centroids": Launch(warps=4, stages=3, blocks={"TILE": 64}, programs=2),
+    "assign_centroids_streamed": Launch(warps=4, stages=2, blocks={"TILE": 64, "BLOCK_K": 32}, programs=8),
     "sum_members": Launch(warps=8, stages=3, blocks={"TILE": 64, "BLOCK_C": 256}, programs=1),
     "sum_members_wide": Launch(warps=8, stages=2, blocks={"TILE": 32, "BLOCK_C": 64}, programs=4),
     "choose_centroids": Launch(blocks={"TILE": 32}, programs=32),
@@ -103,7 +101,8 @@ LAUNCHES: Mapping[str, Launch] = {
     "second_moment": Launch(warps=8, stages=3, blocks={"TILE": 64}, programs=1),
     "add_moments": Launch(blocks={"BLOCK": 1024}),
     "sensitivity": Launch(),
-    "principal_basis": Launch(warps=8, blocks={"BLOCK_K": 128, "ROUNDS": 20, "SWEEPS": 7}),
+    "principal_basis": Launch(warps=4, blocks={"BLOCK_K": 64, "ROUNDS": 20, "SWEEPS": 7}),
+    "principal_basis_128": Launch(warps=8, blocks={"BLOCK_K": 128, "ROUNDS": 20, "SWEEPS": 7}),
     "principal_basis_wide": Launch(warps=8, blocks={"BLOCK_K": 32, "ROUNDS": 20, "SWEEPS": 7}),
     "rank_centroids": Launch(warps=8, stages=1, blocks={"TILE": 128}, programs=4),
     "rank_centroids_streamed": Launch(warps=4, stages=2, blocks={"TILE": 64, "BLOCK_K": 32}, programs=8),

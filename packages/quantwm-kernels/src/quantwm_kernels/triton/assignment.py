@@ -10,19 +10,14 @@ import triton.language as tl
 
 from quantwm_core import codebook as core
 from quantwm_kernels.triton.arithmetic import product, scaled
-from quantwm_kernels.triton.domain import INTERPRETED, to_bf16
+from quantwm_kernels.triton.domain import to_bf16
 from quantwm_kernels.triton.frame import ONE_PRODUCT, THREE_PRODUCTS, TWO_PRODUCTS
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import rows_of
 
 RANKS_PER_WORD = 4
 INDEX_BITS: tl.constexpr = tl.constexpr(core.MAX_CENTROIDS - 1)
-PLACE_BITS: tl.constexpr = tl.constexpr(core.MAX_CENTROIDS // 4 - 1)
-SCORE_BITS = -core.MAX_CENTROIDS // 4
 DISTANCE_BITS: tl.constexpr = tl.constexpr(-core.MAX_CENTROIDS)
-# Score of a column that is none.
-BEYOND: tl.constexpr = tl.constexpr(1e38)
-FACTORS: tl.constexpr = tl.constexpr(16)
 COUNTED: tl.constexpr = tl.constexpr(1024)
 
 
@@ -62,58 +57,30 @@ def exact_product(centred, coarse, fine, scores):
 
 
 @triton.jit
-def lowest(scores, score_bits, BLOCK_C: tl.constexpr):
-    """Column of the smallest score of each row, of 17 bits of mantissa; of equal negative ones the first.
-
-    A thread of a matrix unit has two columns of every eight. Which of its columns a score is of stands in the score's last
-    bits, so that one comparison finds both; the columns of four threads are compared afterwards. ``score_bits``, which are
-    the others, come as an argument: two constants in one expression would cost an instruction more for each score.
-    """
-    TILE: tl.constexpr = scores.shape[0]
-    EIGHTS: tl.constexpr = BLOCK_C // 8
-    apart = tl.reshape(scores, (TILE, EIGHTS, 4, 2)).to(tl.int32, bitcast=True)
-    place = tl.arange(0, EIGHTS)[None, :, None, None] * 2 + tl.arange(0, 2)[None, None, None, :]
-    key = ((apart & score_bits) | (PLACE_BITS - place)).to(tl.float32, bitcast=True)
-    least = tl.min(tl.min(key, axis=3), axis=1).to(tl.int32, bitcast=True)
-    place = PLACE_BITS - (least & PLACE_BITS)
-    column = (place // 2) * 8 + tl.arange(0, 4)[None, :] * 2 + place % 2
-    score = (least & score_bits).to(tl.float32, bitcast=True)
-    return tl.min(tl.where(score == tl.min(score, axis=1)[:, None], column, BLOCK_C), axis=1)
+def lowest(scores, column, BLOCK_C: tl.constexpr):
+    """Smallest score of each row and its column, the first of several."""
+    best = tl.min(scores, axis=1)
+    found = tl.min(tl.where(scores == best[:, None], column, BLOCK_C), axis=1)
+    return best, found
 
 
-@triton.jit
-def take_turns(STAGGER: tl.constexpr):
-    """Let every second program of a processor begin later by so many nanoseconds.
-
-    Programs that begin together stay together: all of them use its matrix units, and then none.
-    """
-    if STAGGER > 0 and not INTERPRETED:
-        program = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
-        if 2 * program >= tl.num_programs(0) * tl.num_programs(1):
-            pause = tl.full((), STAGGER, tl.int32)
-            tl.inline_asm_elementwise(
-                "nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [pause], dtype=tl.int32, is_pure=False, pack=1
-            )
-
-
-@kernel(do_not_specialize=["tokens", "centroids", "per_piece", "score_bits"])
+@kernel(do_not_specialize=["tokens", "centroids", "per_piece"])
 def assign_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, offset, exponent, high, bias, index,
-    tokens, centroids, per_piece, score_bits,
+    tokens, centroids, per_piece,
     CENTRED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
-    TILE: tl.constexpr, STAGGER: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Nearest centroid of every token of a piece, as close as one BF16 product tells."""
     stream, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
     column = tl.arange(0, BLOCK_C)[None, :]
-    constant = tl.load(bias + stream * centroids + column, mask=column < centroids, other=BEYOND)
+    constant = tl.load(bias + stream * centroids + column, mask=column < centroids, other=float("inf"))
     own = high + stream * centroids * CHANNELS
     middle = offset + stream * CHANNELS
     shift = tl.load(exponent + stream)
     if BLOCK_K == BLOCK_D:
         resident = weighted_block(own, centroids, 0, CHANNELS, BLOCK_C, BLOCK_K)
-    take_turns(STAGGER)
     for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
         token = start + tl.arange(0, TILE)
         scores = tl.zeros((TILE, BLOCK_C), tl.float32)
@@ -129,7 +96,7 @@ def assign_kernel(
                     number = to_bf16(into_frame(number, middle, shift, begin, CHANNELS, BLOCK_K))
                 block = weighted_block(own, centroids, begin, CHANNELS, BLOCK_C, BLOCK_K)
                 scores = product(number, block, scores)
-        found = lowest(scores + constant, score_bits, BLOCK_C)
+        _, found = lowest(scores + constant, column, BLOCK_C)
         place = index + stream * tokens + token
         tl.store(place, tl.minimum(found, centroids - 1).to(tl.uint8), mask=token < tokens)
 
@@ -140,32 +107,6 @@ def members(index, start, end, TILE: tl.constexpr):
     token = start + tl.arange(0, TILE)
     nearest = tl.load(index + token, mask=token < end, other=0).to(tl.int32)
     return tl.where(token < end, nearest, -1)
-
-
-@triton.jit
-def factors_of(row):
-    """BF16 ``[rows, 16]`` that multiplies with what :func:`one_hot` makes of tokens: 1 and minus the row."""
-    factor = tl.arange(0, FACTORS)[None, :]
-    return tl.where(factor == 0, 1.0, tl.where(factor == 1, -row[:, None].to(tl.float32), 0.0)).to(tl.bfloat16)
-
-
-@triton.jit
-def one_hot(factors, nearest):
-    """BF16 ``[rows, tokens]``: 1 where a token's centroid is the row.
-
-    A small product says how far a token's centroid is from the row. So the result is where a matrix unit takes an operand
-    from, which comparing the two would have to bring there.
-    """
-    factor = tl.arange(0, FACTORS)[:, None]
-    others = tl.where(factor == 0, nearest[None, :].to(tl.float32), tl.where(factor == 1, 1.0, 0.0)).to(tl.bfloat16)
-    apart = product(factors, others, tl.zeros((factors.shape[0], others.shape[1]), tl.float32))
-    if INTERPRETED:
-        return tl.maximum(1.0 - apart * apart, 0.0).to(tl.bfloat16)
-    # Triton has no word for an addition that ends at 0.
-    return tl.inline_asm_elementwise(
-        "{ .reg .f32 less; neg.f32 less, $1; fma.rn.sat.f32 $0, less, $1, 0f3F800000; }",
-        "=r,r", [apart], dtype=tl.float32, is_pure=True, pack=1,
-    ).to(tl.bfloat16)  # fmt: skip
 
 
 @triton.jit
@@ -194,13 +135,12 @@ def sum_kernel(
     channel = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
     begin, end = piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece)
-    factors = factors_of(row)
     following = members(index + stream * tokens, begin, end, TILE)
     for start in range(begin, end, TILE):
         nearest, following = following, members(index + stream * tokens, start + TILE, end, TILE)
         token = start + tl.arange(0, TILE)
         inside = token < end
-        member = one_hot(factors, nearest)
+        member = (row[:, None] == nearest[None, :]).to(tl.float32).to(tl.bfloat16)
         place = token[:, None].to(tl.int64) * token_stride + channel[None, :]
         number = tl.load(rows + place, mask=inside[:, None] & (channel[None, :] < CHANNELS), other=0.0)
         if PARTS == 1:

@@ -21,7 +21,7 @@ from quantwm_core.integer_table import EXACT_BITS
 from quantwm_kernels.codebook import Metric, index_shape, table_shape
 from quantwm_kernels.launch import LAUNCHES, Launch, ceil_div, on_device, ranks, shared_memory
 from quantwm_kernels.triton import integer_table
-from quantwm_kernels.triton.assignment import RANKS_PER_WORD, SCORE_BITS, assign_kernel, nearest_kernel, sum_kernel
+from quantwm_kernels.triton.assignment import RANKS_PER_WORD, assign_kernel, nearest_kernel, sum_kernel
 from quantwm_kernels.triton.frame import DIAGONAL, FULL, UNIFORM, frame_kernel, magnitude_kernel, table_kernel
 from quantwm_kernels.triton.layer import Layer, Pair, padded
 
@@ -145,7 +145,7 @@ def assigning(frame: Frame, index: Tensor) -> Step:
     per_piece, pieces = layer.split(launch)
     return assign_kernel.prepared(
         (layer.streams, pieces), *layer.source, frame.offset, frame.exponent, frame.high, frame.bias, index, layer.tokens,
-        frame.centroids, per_piece, SCORE_BITS, frame.rounds_are_centred, layer.channels, padded(layer.channels),
+        frame.centroids, per_piece, frame.rounds_are_centred, layer.channels, padded(layer.channels),
         padded(frame.centroids), **launch.options,
     )  # fmt: skip
 

@@ -191,7 +191,7 @@ def principal_basis(mean: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     streams, wide = energies.numel() // rank, padded(channels)
     width = min(wide, padded(2 * rank))
     block = torch.empty((streams, wide, width), dtype=torch.float32, device=mean.device)
-    options = LAUNCHES["principal_basis" if wide <= KEPT else "principal_basis_wide"].options
+    options = LAUNCHES["principal_basis" + ("_wide" if wide > KEPT else "_128" if wide == KEPT else "")].options
     options["BLOCK_K"] = min(options["BLOCK_K"], wide)  # rows of the block that are read at once are its own
     with on_device(mean, "query moment"):
         principal_kernel[streams,](
