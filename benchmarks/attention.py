@@ -25,7 +25,7 @@ from quantwm_kernels.launch import LAUNCHES, Launch
 from quantwm_kernels.packed_attention import WIDE_CHANNELS, attend_packed, checked_sizes, run
 from quantwm_kernels.reading import Piece, ReadPlan
 
-QUERIES = (64, 256, 1024, 4680)
+QUERIES = (64, 256, 1024, 4680, 8192)
 RESULTS = decode.RESULTS.with_name("attention.jsonl")
 MOST_ACTIVE = 4680
 REPEATS = 5

@@ -264,17 +264,8 @@ def parts_of(subject: Subject) -> dict[str, Callable[[], object]]:
     frame = codebook.begin(layer, CENTROIDS, weights, None)
     codebook.prepare(frame, None, final=False)
     index = layer.empty(layer.tokens, dtype=torch.uint8)
-
-    def assign() -> None:
-        codebook.assigning(frame, index)()
-
-    def add() -> tuple[torch.Tensor, torch.Tensor]:
-        step, update = codebook.adding(frame, index)
-        step()
-        return update
-
-    assign()
-    update = add()
+    codebook.assign(frame, index)
+    update, _ = codebook.add_members(frame, index)
     last = codebook.begin(layer, CENTROIDS, weights, None)
     codebook.refine(last, 2)
     found = codebook.rank(last, CANDIDATES, 1)
@@ -292,8 +283,8 @@ def parts_of(subject: Subject) -> dict[str, Callable[[], object]]:
     wide = layer.channels > codebook.WIDE
     return {
         "magnitude": lambda: codebook.magnitudes_of(layer),
-        "assign_centroids": assign,
-        "sum_members_wide" if wide else "sum_members": add,
+        "assign_centroids": lambda: codebook.assign(frame, index),
+        "sum_members_wide" if wide else "sum_members": lambda: codebook.add_members(frame, index),
         "prepare_centroids": lambda: codebook.prepare(frame, update, final=False),
         "rank_centroids": lambda: codebook.rank(last, CANDIDATES, 1),
         "choose_centroids": lambda: qsac.choose_layer(last, found, GROUP, weights, CANDIDATES, 1),

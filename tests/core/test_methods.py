@@ -298,7 +298,7 @@ def test_the_unit_before_changes_nothing_but_a_warm_start_and_what_is_shared(var
         methods.get("bf16").seal("keys", other),
     ):
         got = variant.make().seal("keys", unit, None, before)
-        warm = variant.parameters.get("warm_start") and before is previous
+        warm = Scheme(methods.get("bf16"), variant.make()).warm_starts and before is previous
         if not warm and not (variant.shares and before.method == variant.name):
             assert_arrays("bytes", dict(got.arrays), dict(variant.make().seal("keys", unit).arrays))
 

@@ -1,15 +1,17 @@
 """The measurements on activations of real inputs: their readers and their scores, without any weights."""
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.activations import harness, ideas, methods, table, whisper
+from benchmarks.activations import anew, harness, ideas, methods, room, table, whisper
 from benchmarks.activations.minilm import pieces
 from benchmarks.activations.recording import Recording, heads_of
+from quantwm_core.rotary import Turning
 
 
 def recording(tokens: int = 96) -> Recording:
@@ -128,3 +130,15 @@ def test_feedback_makes_up_for_what_is_not_compensated() -> None:
     shares = [ideas.left_by_feedback([one], rank, 16) for rank in (16, 2)]
     assert shares[1] < 0.8
     assert 0.99 < shares[0] < 1  # sixteen directions hold all that is correlated
+
+
+def test_histories_are_counted_from_their_first_frame_and_an_exact_one_has_no_error() -> None:
+    tokens, turning = (anew.HISTORY + 3) * room.CHUNK_TOKENS, Turning(64, tuple(0.5 ** np.arange(16)))
+    noise = replace(recording(tokens), turning=turning)
+    assert list(anew.histories(noise, "bf16")) == [0.0] * (anew.HISTORY + 1)
+    one, other = (anew.counted_from(3, each.numpy(), turning) for each in (noise.queries, noise.keys))
+    logits = np.einsum("bhqd,bhkd->bhqk", noise.queries[:, :, :8], noise.keys[:, :, :8])
+    np.testing.assert_allclose(np.einsum("bhqd,bhkd->bhqk", one[:, :, :8], other[:, :, :8]), logits, atol=1e-4)
+    assert not np.allclose(one, noise.queries)
+    with pytest.raises(ValueError, match="positions are unknown"):
+        next(anew.histories(recording(tokens), "bf16"))

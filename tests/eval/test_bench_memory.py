@@ -30,7 +30,7 @@ class SmallCard:
             yield from whole(stack, number, steps)
             if stack.layers > 1 and self.inside in methods:
                 raise torch.OutOfMemoryError(
-                    "CUDA out of memory. Tried 2 GiB. If reserved but unallocated memory is large"
+                    "CUDA out of memory. Tried 2 GiB. Process 7 has 780.00 MiB memory in use. If reserved but unallocated memory is large"
                 )
 
         def attach_and_note(plan: Plan, stack: Stack, scheme: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quantwm_core.method import scheme
-from quantwm_kernels import reading
+from quantwm_kernels import arrival, reading
 from quantwm_kernels.arrival import Arrival
 from quantwm_kernels.methods import seal_chunk
 from quantwm_kernels.reading import Piece, ReadPlan
@@ -49,7 +49,7 @@ class Table:
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
     """Streams, the last of which is current."""
     entered = [Stream()]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: entered[-1])
+    monkeypatch.setattr(arrival, "current_stream", lambda _: entered[-1])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     return entered
@@ -57,22 +57,22 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
 
 def test_another_stream_waits_and_keeps_the_memory(streams: list[Stream]) -> None:
     table = Table()
-    arrival = Arrival([cast("Any", table)], torch.device("cuda", 0))
-    arrival.expect()
+    tables = Arrival([cast("Any", table)], torch.device("cuda", 0))
+    tables.expect()
     assert not streams[0].waited
     assert not table.readers
     streams.append(Stream())
-    arrival.expect()
+    tables.expect()
     assert [event.recorded for event in streams[1].waited] == [streams[0]]
     assert table.readers == [streams[1]]
 
 
 def test_a_captured_stream_waits_for_nothing(streams: list[Stream], monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table()
-    arrival = Arrival([cast("Any", table)], torch.device("cuda", 0))
+    tables = Arrival([cast("Any", table)], torch.device("cuda", 0))
     streams.append(Stream())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    arrival.expect()
+    tables.expect()
     assert not streams[1].waited
     assert not table.readers
 

@@ -242,3 +242,12 @@ def test_the_moment_of_both_kinds_is_that_of_queries_that_are_zero_in_the_others
     assert found.queries == padded.queries == 20
     torch.testing.assert_close(found.mean, padded.mean, rtol=1e-6, atol=1e-7)
     assert not found.mean[:, :, :8, 8:].any()
+
+
+def test_both_kinds_are_stacked_kind_by_kind_and_of_one_video_without_a_copy() -> None:
+    for batch in (1, 2):
+        stacked = normal(2 * batch, HEADS, 3, CHANNELS)
+        stream = hy_world._side_by_side(stacked)
+        again = hy_world._stacked(stream)
+        assert torch.equal(again, stacked)
+        assert (again.data_ptr() == stream.data_ptr()) == (batch == 1)

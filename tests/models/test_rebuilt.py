@@ -1,16 +1,20 @@
 """A history in place of two tensors."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from quantwm_core.errors import DomainError, ShapeError, StateError
+from quantwm_core.method import scheme
 from quantwm_kernels.chunk import SealedChunk
-from quantwm_models import LayerCache
+from quantwm_kernels.methods import seal_chunk
+from quantwm_models import LayerCache, Offload, snapshot
 from quantwm_models.errors import HostAttributeError
 from quantwm_models.observer import CacheObserver
 from quantwm_models.rebuilt import rebuild
-from tests.models.chunks import normal
+from tests.models.chunks import bits, normal
 
 
 class Witness(CacheObserver):
@@ -119,3 +123,82 @@ def test_what_a_host_may_ask_of_it() -> None:
     assert repr(sealed) == "Sealed(keys of layer 3, 48 tokens)"
     with pytest.raises(HostAttributeError, match=r"asked Sealed for 'repeat'; supported: contiguous\(\), cpu\(\)"):
         sealed.repeat(2)
+
+
+WARM = scheme("quantwm", centroids=16, iterations=1, warm_start=True)
+LONG = 512  # tokens of a history whose centroids a cold start and a warm one place differently
+
+
+def sealed_bits(unit: SealedChunk) -> dict[tuple[str, str], bytes]:
+    """All arrays of a unit."""
+    halves = {"keys": unit.keys, "values": unit.values}
+    return {(kind, name): bits(array) for kind, half in halves.items() for name, array in half.arrays.items()}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_history_begins_with_the_codebooks_of_the_one_whose_place_it_takes(offload: bool) -> None:
+    cache = LayerCache(WARM, offload=Offload() if offload else None)
+    (keys, values, _), (later_keys, later_values, _) = history(1, LONG), history(2, LONG)
+    rebuild(cache, keys, values, None, [LONG])
+    before = cache.chunks[0]
+    rebuild(cache, later_keys, later_values, None, [LONG // 2, LONG // 2])
+    first, second = ((each[0], each[1]) for each in zip(later_keys.chunk(2, 2), later_values.chunk(2, 2), strict=True))
+    warm = seal_chunk(WARM, *first, None, before)
+    assert sealed_bits(cache.chunks[0]) == sealed_bits(warm) != sealed_bits(seal_chunk(WARM, *first))
+    assert sealed_bits(cache.chunks[1]) == sealed_bits(seal_chunk(WARM, *second, None, warm))
+    cache.clear()  # another video
+    rebuild(cache, keys, values, None, [LONG])
+    assert sealed_bits(cache.chunks[0]) == sealed_bits(seal_chunk(WARM, keys, values)) == sealed_bits(before)
+
+
+def test_a_history_of_other_sizes_says_nothing_to_the_next() -> None:
+    cache = LayerCache(WARM)
+    for heads, channels in ((2, 16), (1, 16), (1, 8)):
+        keys, values = normal(2, 1, heads, LONG, channels, seed=heads)
+        rebuild(cache, keys, values, None, [LONG])
+        assert sealed_bits(cache.chunks[0]) == sealed_bits(seal_chunk(WARM, keys, values))
+
+
+def test_the_history_after_one_that_could_not_be_sealed_begins_with_the_one_before_it() -> None:
+    cache, (keys, values, _), (later_keys, later_values, _) = LayerCache(WARM), history(1, LONG), history(2, LONG)
+    rebuild(cache, keys, values, None, [LONG])
+    before = cache.chunks[0]
+    with pytest.raises(DomainError):
+        rebuild(cache, later_keys, spoiled(later_values, float("inf")), None, [LONG // 2, LONG // 2])
+    rebuild(cache, later_keys, later_values, None, [LONG])
+    assert sealed_bits(cache.chunks[0]) == sealed_bits(seal_chunk(WARM, later_keys, later_values, None, before))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_history_after_a_snapshot_begins_with_the_one_in_the_file(offload: bool, tmp_path: Path) -> None:
+    straight, resumed = (LayerCache(WARM, offload=Offload() if offload else None) for _ in range(2))
+    rebuild(straight, *history(1, LONG), [LONG])
+    snapshot.save([straight], tmp_path / "world")
+    snapshot.load([resumed], tmp_path / "world")
+    for cache in (straight, resumed):
+        rebuild(cache, *history(2, LONG), [LONG])
+    assert sealed_bits(resumed.chunks[0]) == sealed_bits(straight.chunks[0])
+
+
+def test_each_rank_begins_with_the_codebooks_of_its_own_heads() -> None:
+    whole, *ranks = (LayerCache(WARM) for _ in range(3))
+    for seed in (1, 2):
+        keys, values, _ = history(seed, LONG)
+        rebuild(whole, keys, values, None, [LONG])
+        for cache, own_keys, own_values in zip(ranks, keys.split(1, 1), values.split(1, 1), strict=True):
+            rebuild(cache, own_keys, own_values, None, [LONG])
+    expected = [each.split(1, 1) for each in whole.read()]
+    for rank, cache in enumerate(ranks):
+        assert [bits(each) for each in cache.read()] == [bits(each[rank]) for each in expected]
+
+
+def test_a_basis_goes_with_the_history_it_was_fitted_to() -> None:
+    # One that is kept takes its bytes all the same, and was fitted to other tokens.
+    for method in (scheme("klt"), scheme(keys="quantwm", values="klt", warm_start=True, iterations=1)):
+        cache, (keys, values, _) = LayerCache(method), history(2, LONG)
+        rebuild(cache, *history(1, LONG)[:2], None, [LONG])
+        rebuild(cache, keys, values, None, [LONG])
+        alone = seal_chunk(method, keys, values)
+        assert {name: bits(array) for name, array in cache.chunks[0].values.arrays.items()} == {
+            name: bits(array) for name, array in alone.values.arrays.items()
+        }

@@ -42,7 +42,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "clock", 0.0)
     monkeypatch.setattr(Event, "passed", 0.0)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: object())
+    monkeypatch.setattr("quantwm_models.stopwatch.current_stream", lambda _: object())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -66,6 +66,20 @@ def test_a_gpu_is_timed_between_events() -> None:
     assert watch.seconds() == 0.5
     assert Event.passed == 4250.0
     assert watch.seconds() == 0.5
+
+
+@pytest.mark.usefixtures("pretended")
+def test_what_is_timed_now_and_then_counts_for_all() -> None:
+    watch = Stopwatch(3)
+    timed = []
+    for step in range(8):
+        Event.clock = 100.0 * step
+        mark = watch.start(GPU)
+        timed.append(mark.event is not None)
+        Event.clock += 10.0 + step
+        watch.stop(mark)
+    assert timed == [step in (0, 3, 6) for step in range(8)]
+    assert watch.seconds() == pytest.approx(8 * (10 + 13 + 16) / 3 / 1000)
 
 
 @pytest.mark.usefixtures("pretended")

@@ -84,15 +84,21 @@ def test_a_new_chunk_decodes_the_unit_that_was_sealed(counter: Counter) -> None:
     assert counter.taken() == 2 * 16
 
 
-def test_a_plan_is_made_once_until_a_unit_comes_or_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[ReadPlan]:
+    """Plans that were made."""
+    plans = []
     original = ReadPlan.__init__
 
     def counted(plan: ReadPlan, *arguments: Any) -> None:
-        made.append(plan)
+        plans.append(plan)
         original(plan, *arguments)
 
     monkeypatch.setattr(ReadPlan, "__init__", counted)
+    return plans
+
+
+def test_a_plan_is_made_once_until_a_unit_comes_or_goes(made: list[ReadPlan]) -> None:
     workspace = Workspace(64)
     caches = [LayerCache("rtn", layer=layer, workspace=workspace) for layer in range(2)]
     for cache in caches:
@@ -110,6 +116,19 @@ def test_a_plan_is_made_once_until_a_unit_comes_or_goes(monkeypatch: pytest.Monk
     caches[0].read()
     caches[0].read()
     assert len(made) == 1
+
+
+def test_a_chunk_that_no_unit_comes_of_leaves_the_plan(made: list[ReadPlan]) -> None:
+    workspace = Workspace(128)
+    caches = [LayerCache("rtn", layer=layer, workspace=workspace, chunks_per_seal=2) for layer in range(2)]
+    for number, plans in ((5, 2), (1, 0), (1, 2)):
+        begun = caches[0].stream.end // 16
+        del made[:]
+        for cache in caches:
+            fill(cache, number, first=begun)
+            keys, _ = cache.read()
+            assert torch.equal(keys[:, :, -16:], chunk(begun + number - 1)[0])
+        assert len(made) == plans
 
 
 def test_whatever_changes_in_front_is_read_again(counter: Counter) -> None:

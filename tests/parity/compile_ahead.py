@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from quantwm_kernels.launch import LAUNCHES
 from quantwm_kernels.packed_attention import WIDE_CHANNELS
-from quantwm_kernels.recipe import DIRECTIONS_PER_WORD, PRODUCTS, Form, Recipe, Steps
+from quantwm_kernels.recipe import DIRECTIONS_PER_WORD, FEWEST_DIRECTIONS, PRODUCTS, Form, Recipe, Steps
 from quantwm_kernels.triton.reading import constants
 
 # Compute capability, and the shared memory that a program may have there.
@@ -120,6 +120,7 @@ SEALED = {
     **dict.fromkeys(("first_zeros", "second_zeros"), "*u8"),
     **dict.fromkeys(("magnitudes", "exponent", "non_zero", "products", "ranked"), "*i32"),
     **dict.fromkeys(("bias", "block", "coefficients", "counts", "energies", "matrix", "mean", "metric", "offset", "parts"), "*fp32"),
+    "before": "*fp32",
     **dict.fromkeys(("peaks", "projection", "sensitivity", "sums", "super_scales", "table", "values", "weights"), "*fp32"),
     **dict.fromkeys(("first_super", "second_super", "largest"), "*fp32"),
     "steps": "*i8", "share": "fp32", "threshold": "fp32",
@@ -153,6 +154,7 @@ def seal(
 
 CLUSTERED = Recipe(Form.AFFINE, 128, 64, 1)
 TRANSFORM = Recipe(Form.TRANSFORM, 128, DIRECTIONS_PER_WORD, rank=128)
+FEW = Recipe(Form.TRANSFORM, 80, 1, rank=FEWEST_DIRECTIONS)  # codes that are loaded byte by byte
 ROTATED = Recipe(Form.ROTATED, 128, 128, rank=128)
 SHARP = Recipe(Form.AFFINE, 128, 32, 1, rank=16, steps=Steps.NIBBLES, centroid_bits=4)
 CASES = (
@@ -178,9 +180,10 @@ CASES = (
     read("rtn", Recipe(Form.CHANNEL_AFFINE, 64, 64), Recipe(Form.AFFINE, 64, 64)),
     read("klt", TRANSFORM, TRANSFORM, architectures=(80, 86, 90)),
     read("klt, wide", Recipe(Form.TRANSFORM, 256, DIRECTIONS_PER_WORD, rank=256), Recipe(Form.EXACT, 256)),
-    read("klt, few", Recipe(Form.TRANSFORM, 80, 1, rank=32), Recipe(Form.AFFINE, 80, 40, 1), lanes=4, aligned=False),
+    read("klt, few", FEW, Recipe(Form.AFFINE, 80, 40, 1), lanes=4, aligned=False),
     read("oscar", ROTATED, ROTATED),
     attend("klt", TRANSFORM, TRANSFORM),
+    attend("klt, few", FEW, FEW, lanes=4, architectures=(90,)),
     attend("klt, rotated", TRANSFORM, TRANSFORM, rotated=True, architectures=(80, 86, 90)),
     attend("klt, wide", Recipe(Form.TRANSFORM, 256, rank=128), Recipe(Form.EXACT, 256), architectures=(86,)),
     attend("oscar", ROTATED, ROTATED, architectures=(90,)),
@@ -280,7 +283,7 @@ CASES = (
     seal("principal.principal_kernel", "principal_basis_128", WIDTH=16),
     seal("principal.principal_kernel", "principal_basis", variant="narrow", CHANNELS=64, BLOCK_D=64, WIDTH=16),
     seal("principal.principal_kernel", "principal_basis_wide", variant="wide", CHANNELS=256, BLOCK_D=256, WIDTH=32),
-    seal("statistics.add_kernel", "add_moments"),
+    seal("statistics.add_kernel", "add_moments", FOLD=1),
     seal("statistics.sensitivity_kernel", "sensitivity", largest="*i32", BLOCK=128),
 )
 

@@ -63,9 +63,9 @@ WITHOUT_NAMESAKE = {
 # Launchers that take all streams of a layer at once, and what passes between them.
 OF_LAYERS = {
     "affine": "Codes Projection Residual as_e4m3 encode_layer group_sizes largest_ranges",
-    "codebook": "Frame adding assigning begin framed magnitudes_of prepare preparing rank refine",
+    "codebook": "Frame add_members assign begin framed magnitudes_of prepare rank refine",
     "directions": "packed shifts_of",
-    "psac": "laid_out projection_of quantize",
+    "psac": "laid_out projection_of quantize sparse_streams",
     "qsac": "choose_layer",
     "statistics": "write_sensitivity",
     "symmetric": "encode_layer",

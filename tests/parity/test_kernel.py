@@ -68,16 +68,6 @@ def test_the_second_launch_hands_addresses_and_constants_in_order(
     assert compiler.launched == [((2, 1, 1), tensor.data_ptr(), 9, 0.5, *constants)]
 
 
-def test_a_prepared_launch_is_made_as_any_other_and_compiles_once(compiler: Compiler) -> None:
-    kernel, tensor = kernels.Kernel(compiler), on_device(4)
-    launch = kernel.prepared((2, 3), tensor, 7, 0.5, 64, TILE=32)
-    launch()
-    launch()
-    kernel[2, 3](tensor, 7, 0.5, 64, TILE=32)
-    assert compiler.compiled == 1
-    assert compiler.launched == [((2, 3, 1), tensor.data_ptr(), 7, 0.5, 64, 32)] * 2
-
-
 @pytest.mark.parametrize(
     "other",
     [

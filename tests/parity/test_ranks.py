@@ -63,7 +63,7 @@ def test_ranks_seal_what_one_device_makes_of_all_heads(few: torch.device, method
         ours = [sealed(slice(head, head + 1), few, method) for head in range(HEADS)]
     assert "keys sparse_values" not in whole  # streams follow one another in every array
     for name, array in whole.items():
-        assert_bits(name, to_numpy(joined([each[name] for each in ours], array)), to_numpy(array))
+        assert_bits(name, to_numpy(joined([each[name] for each in ours], array).cpu()), to_numpy(array.cpu()))
 
 
 def test_pieces_are_those_of_all_ranks_together(few: torch.device) -> None:

@@ -24,12 +24,22 @@ PARAMETERS: list[tuple[str, dict[str, Any]]] = [
 class Counted:
     """Stands in for a recording where there is no GPU."""
 
-    full = False
+    full = leaving_fails = broken = False
+
+    def left(self) -> None:
+        """Ends a recording."""
+        if self.leaving_fails:
+            raise RuntimeError("capture was invalidated")
 
     def __init__(self, call: replay.Call, inputs: Sequence[Tensor], kept: replay.Kept) -> None:
+        if self.broken:
+            raise RuntimeError("capture was invalidated")
         if self.full:
-            raise torch.OutOfMemoryError("no room")
-        self.call = call
+            try:
+                raise torch.OutOfMemoryError("no room")
+            finally:
+                self.left()
+        self.call, self.nbytes = call, replay.nbytes_of(inputs)
 
     def replay(self, inputs: Sequence[Tensor]) -> replay.Made:
         return [{name: -tensor for name, tensor in each.items()} for each in self.call(inputs)]
@@ -74,14 +84,27 @@ def test_no_more_is_recorded_than_there_is_room_for(counted: type[Counted], monk
     monkeypatch.setattr(replay, "MOST_KEPT_NBYTES", 24)
     recordings, one = replay.Recordings(), torch.ones(3)  # 12 bytes
     assert [run(recordings, key, one) for key in "aabbccca"] == [6, -6, 6, -6, 6, 6, 6, -6]
+    assert recordings.nbytes() == 24
+    recordings.clear()
+    assert recordings.nbytes() == 0
 
 
 def test_what_does_not_fit_into_memory_is_called(counted: type[Counted], monkeypatch: pytest.MonkeyPatch) -> None:
     recordings, one = replay.Recordings(), torch.ones(3)
     monkeypatch.setattr(Counted, "full", True)
     assert [run(recordings, "a", one) for _ in range(3)] == [6, 6, 6]
+    monkeypatch.setattr(Counted, "leaving_fails", True)
+    assert run(recordings, "a", one) == 6, "whatever is said on the way out"
     monkeypatch.setattr(Counted, "full", False)
     assert run(recordings, "a", one) == -6
+
+
+def test_any_other_error_of_a_recording_is_told(counted: type[Counted], monkeypatch: pytest.MonkeyPatch) -> None:
+    recordings, one = replay.Recordings(), torch.ones(3)
+    monkeypatch.setattr(Counted, "broken", True)
+    assert run(recordings, "a", one) == 6
+    with pytest.raises(RuntimeError, match="invalidated"):
+        run(recordings, "a", one)
 
 
 def test_calls_beyond_those_that_are_remembered_are_made(

@@ -71,6 +71,24 @@ def test_pieces_of_grouped_heads_and_strides(device: torch.device, monkeypatch: 
         assert_equal("moment", straight.mean.mT.contiguous(), straight.mean)
 
 
+@pytest.mark.parametrize("programs", [1, 24], ids=["one piece", "pieces"])
+def test_a_moment_that_counts_those_before_is_the_two_merged(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, programs: int
+) -> None:
+    entry = launch.LAUNCHES["second_moment"]
+    fixed = launch.Launch(entry.warps, entry.stages, entry.blocks, programs=programs if device.type == "cpu" else 1)
+    monkeypatch.setattr(kernels, "LAUNCHES", dict(launch.LAUNCHES) | {"second_moment": fixed})
+    queries = torch.randn(2, 1, 2, 150, 32, generator=torch.Generator().manual_seed(3)).bfloat16().to(device)
+    first, second = (kernels.second_moment(each, 2) for each in queries)
+    both = kernels.second_moment(queries[1], 2, first)
+    merged = kernels.merge(first, second)
+    assert both.queries == merged.queries == 300
+    assert_equal("moment", both.mean, merged.mean)
+    assert_close("moment", both.mean, (first.mean + second.mean) / 2, TOLERANCES["second_moment"])
+    with pytest.raises(ShapeError, match=r"query moments: got shapes \(1, 1, 32, 32\)"):
+        kernels.second_moment(queries[1], 2, QueryMoment(first.mean[:, :1], 150))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_number_formats_are_rounded_first(device: torch.device, dtype: torch.dtype) -> None:
     queries = torch.randn(1, 2, 40, 32, generator=torch.Generator().manual_seed(2)).to(dtype).to(device)

@@ -119,6 +119,11 @@ class Scheme:
         """Whether either method makes anything of query statistics."""
         return self.keys.uses_queries("keys") or self.values.uses_queries("values")
 
+    @property
+    def warm_starts(self) -> bool:
+        """Whether either method begins with what the unit before was sealed with, a parameter called ``warm_start``."""
+        return any(getattr(method, "warm_start", False) for method in (self.keys, self.values))
+
     def check_turning(self, turning: Turning | None) -> None:
         """Raise :class:`ParameterError` for what is no turning, or where one is needed to look ahead and nobody gives it."""
         if not isinstance(turning, Turning | None):

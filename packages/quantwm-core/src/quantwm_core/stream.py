@@ -17,7 +17,9 @@ old one as it was.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Integral
 from typing import NamedTuple
 
@@ -86,7 +88,9 @@ def is_whole(value: object) -> bool:
     >>> is_whole(3), is_whole(True), is_whole(3.0)
     (True, False, False)
     """
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (
+        isinstance(value, Integral) and not isinstance(value, bool)
+    )  # the first is soon asked
 
 
 @dataclass(frozen=True)
@@ -133,12 +137,12 @@ class Stream:
         """Absolute position after the newest token."""
         return self.ends[-1] if self.ends else 0
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Live tokens."""
         return sum(span.tokens for span in self.live)
 
-    @property
+    @cached_property
     def active_span(self) -> Span | None:
         """The chunk that may still change."""
         if not self.active:
@@ -193,9 +197,9 @@ class Stream:
         """
         units: list[Span] = []
         begin = self.sealed_end
-        for end in self.ends[self.chunks_per_seal - 1 :: self.chunks_per_seal]:
+        for end in self._unit_ends(begin):
             stop = end - self.recent_tokens
-            if end > self.completed_end or stop <= begin:
+            if stop <= begin:
                 continue
             for side in (Span(0, self.sink), Span(self.sink, stop)):
                 part = overlap(Span(begin, stop), side)
@@ -204,10 +208,12 @@ class Stream:
         return tuple(units)
 
     def sealed(self) -> Stream:
-        """All units that were due are sealed."""
-        units = self.due()
-        end = self._due_end()
-        return replace(self, units=(*self.units, *units), sealed_end=max(self.sealed_end, end))
+        """All units that were due are sealed; itself if none was."""
+        ends = self._unit_ends(self.sealed_end)
+        sealed_end = max(self.sealed_end, ends[-1] - self.recent_tokens) if ends else self.sealed_end
+        if sealed_end == self.sealed_end:
+            return self
+        return replace(self, units=(*self.units, *self.due()), sealed_end=sealed_end)
 
     def evict(self, start: int, stop: int) -> Stream:
         """Drop the tokens ``start`` to ``stop`` of the window; units without a live token are gone.
@@ -268,10 +274,10 @@ class Stream:
             raise ShapeError(f"the active chunk holds {span.tokens} tokens, {tokens} came; rewrite it whole")
         return span
 
-    def _due_end(self) -> int:
-        """Where the last complete unit ends, short of the recent tokens."""
-        unit_ends = self.ends[self.chunks_per_seal - 1 :: self.chunks_per_seal]
-        return max((end - self.recent_tokens for end in unit_ends if end <= self.completed_end), default=0)
+    def _unit_ends(self, begin: int) -> tuple[int, ...]:
+        """Where complete units end behind token ``begin``; those before it, ever more in a long stream, are not looked at."""
+        first, last = (bisect_right(self.ends, token) for token in (begin, self.completed_end))
+        return self.ends[first - first % self.chunks_per_seal : last][self.chunks_per_seal - 1 :: self.chunks_per_seal]
 
     def _stored(self, span: Span) -> list[Piece]:
         """Split a live span by where it is stored."""

@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """:func:`torch.cuda.current_stream` of a tensor's device, which makes an object of it anew for whoever asks."""
+    raw = torch._C._cuda_getCurrentRawStream(device.index)  # noqa: SLF001 - by which Triton launches, too
+    return _stream(device.index, raw)
+
+
+def is_current(stream: torch.cuda.Stream) -> bool:
+    """Whether work is launched on a stream, and on its device."""
+    return torch.cuda.current_device() == stream.device.index and current_stream(stream.device) == stream
+
+
+@lru_cache(maxsize=64)
+def _stream(index: int, _: int) -> torch.cuda.Stream:
+    """The current stream of a device, known again by its address."""
+    return torch.cuda.current_stream(index)
 
 
 class Arrival:
@@ -19,7 +37,7 @@ class Arrival:
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self._tensors = tuple(tensors)
         self._device = device
-        self._stream = torch.cuda.current_stream(device)
+        self._stream = current_stream(device)
         self._written = torch.cuda.Event()
         self._written.record(self._stream)
 
@@ -29,7 +47,7 @@ class Arrival:
         A stream that a CUDA graph captures may not wait for what happened before; a graph replays after it, and whoever
         keeps the graph keeps the tensors.
         """
-        current = torch.cuda.current_stream(self._device)
+        current = current_stream(self._device)
         if current == self._stream or torch.cuda.is_current_stream_capturing():
             return
         current.wait_event(self._written)

@@ -45,8 +45,10 @@ def is_eager_cuda(*tensors: Tensor) -> bool:
     >>> is_eager_cuda(torch.ones(2))
     False
     """
-    plain = all(type(tensor) is Tensor and tensor.is_cuda for tensor in tensors)
-    return plain and not is_in_torch_dispatch_mode() and not torch.compiler.is_compiling()
+    for tensor in tensors:
+        if type(tensor) is not Tensor or not tensor.is_cuda:
+            return False
+    return not is_in_torch_dispatch_mode() and not torch.compiler.is_compiling()
 
 
 def check_device(tensor: Tensor, name: str = "tensor") -> None:

@@ -195,13 +195,18 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
 
 
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def check_available(name: str = "tensor") -> None:
     """Refuse to launch where there is no Triton.
 
     Raises:
         DeviceError: The triton package is not installed.
     """
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         raise DeviceError(
             f"{name}: kernels for CUDA tensors need the package triton, which is not installed; "
             "install quantwm-kernels[gpu], or move the tensor with tensor.cpu()"

@@ -7,11 +7,12 @@ denoising step, so it makes a :class:`ReadPlan` when a chunk was sealed or evict
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import BFloat16
 from torch import Tensor
@@ -66,6 +67,7 @@ class Batch:
         aligned: Whether the arrays are.
         launch: Sizes and warps.
         prepared: Compile-time arguments by what alignment allows, filled by the launcher.
+        again: What launches it into the workspace of last time, by where that lies, filled by the launcher.
     """
 
     keys: Recipe
@@ -80,6 +82,7 @@ class Batch:
     aligned: bool
     launch: Launch
     prepared: dict[tuple[int, bool], dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
+    again: dict[Hashable, Callable[[], object]] = field(default_factory=dict, compare=False, repr=False)
 
 
 class Planned:
@@ -292,9 +295,9 @@ def check_tables(rows: Iterable[Row], device: torch.device) -> None:
         DeviceError: There is no Triton, or the arrays live elsewhere.
     """
     check_available("workspace")
-    if strangers := {str(row.device) for row in rows} - {str(device)}:
+    if strangers := {row.device for row in rows} - {device}:
         raise DeviceError(
-            f"the kernel runs on {device}, sealed arrays live on {sorted(strangers)}; move one to the other"
+            f"the kernel runs on {device}, sealed arrays live on {sorted(map(str, strangers))}; move one to the other"
         )
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise StateError(
@@ -350,17 +353,10 @@ def _batch(
     batch, heads = keys[0].row.streams
     if launch is None:
         launch = launch_of(key_recipe, value_recipe)
-    span = _span([*keys, *values], batch * heads, device, launch)
-    counts = [-(-(part.stop - part.start) // span) for part in (*keys, *values)]
-    programs: list[int] = []
-    rows: list[int] = []
-    begin = sum(counts)
-    for part, count in zip((*keys, *values), counts, strict=True):
-        words = list(part.row.words)
-        words[Field.STOP], words[Field.SHIFT] = part.stop, part.place - part.start
-        programs += [(begin + len(rows)) << 32 | part.start + number * span for number in range(count)]
-        rows += words
-    table = torch.tensor(programs + rows, dtype=torch.int64).to(device, non_blocking=True)
+    parts = [*keys, *values]
+    span = _span(parts, batch * heads, device, launch)
+    counts = [-(-(part.stop - part.start) // span) for part in parts]
+    table = torch.from_numpy(_table(parts, counts, span)).to(device, non_blocking=True)
     recipes = (key_recipe, value_recipe)
     return Batch(
         *recipes,
@@ -368,12 +364,25 @@ def _batch(
         heads,
         table,
         sum(counts[: len(keys)]),
-        begin,
+        sum(counts),
         span,
         all(eight(recipe) for recipe in recipes),
-        all(part.row.aligned for part in (*keys, *values)),
+        all(part.row.aligned for part in parts),
         launch,
     )
+
+
+def _table(parts: Sequence[Part], counts: Sequence[int], span: int) -> np.ndarray:
+    """Words of the programs that read each part, ``counts`` of them, and then the parts' rows."""
+    program, place = 0, sum(counts)
+    table = np.empty(place + sum(len(part.row.words) for part in parts), np.int64)
+    for part, count in zip(parts, counts, strict=True):
+        row = table[place : place + len(part.row.words)]
+        row[:] = part.row.words
+        row[Field.STOP], row[Field.SHIFT] = part.stop, part.place - part.start
+        table[program : program + count] = (place << 32) + part.start + span * np.arange(count)
+        program, place = program + count, place + len(row)
+    return table
 
 
 def eight(recipe: Recipe) -> bool:

@@ -112,8 +112,8 @@ class Place(IntEnum):
 
 WORDS_PER_STREAM = len(Place)
 WORDS_PER_STAGE = 4
-FEWEST_DIRECTIONS = 16
-"""No matrix unit takes fewer columns of an operand."""
+FEWEST_DIRECTIONS = 32
+"""No matrix unit takes fewer columns of an operand: four threads share a row, and Triton gives each eight where codes are bytes."""
 DIRECTIONS_PER_WORD = 4
 """Directions of a transform code that are taken from a word of four bytes, where one holds them."""
 VECTOR_NBYTES = 16

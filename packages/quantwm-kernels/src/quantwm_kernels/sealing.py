@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from quantwm_core.chunk import Kind, Parameter
 from quantwm_core.domain import MAX_MAGNITUDE
 from quantwm_core.errors import DomainError
 from quantwm_core.method import Method
+from quantwm_kernels.arrival import current_stream, is_current
 from quantwm_kernels.chunk import SealedChunk, SealedTensor
 from quantwm_kernels.psac import PsacCode
 
@@ -112,7 +114,7 @@ class PendingTensors:
         if status.is_cuda:
             self._status = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
             self._status.copy_(status, non_blocking=True)
-            self._begun = torch.cuda.current_stream(status.device)
+            self._begun = current_stream(status.device)
             self._arrived = self._begun.record_event()
 
     def readable(self) -> tuple[SealedTensor, ...] | None:
@@ -137,7 +139,7 @@ class PendingTensors:
             if self._arrived is not None:
                 self._arrived.synchronize()
             rows = self._status.tolist()
-            with torch.cuda.stream(self._begun):
+            with nullcontext() if self._begun is None or is_current(self._begun) else torch.cuda.stream(self._begun):
                 self._sealed = tuple(_finished(draft, rows) for draft in self._drafts)
             self._drafts = ()  # what was sealed may be freed
         if self._begun is not None:
@@ -201,9 +203,19 @@ def forget_recordings() -> None:
         recorded.RECORDINGS.clear()
 
 
+def recorded_nbytes() -> int:
+    """Bytes of GPU memory, of all devices, that :func:`forget_recordings` would give back.
+
+    >>> recorded_nbytes()
+    0
+    """
+    recorded = sys.modules.get("quantwm_kernels.triton.replay")
+    return 0 if recorded is None else int(recorded.RECORDINGS.nbytes())
+
+
 def _hand_over(sealed: Sequence[SealedTensor], begun: torch.cuda.Stream) -> None:
     """Let the current stream use what another one makes."""
-    caller = torch.cuda.current_stream(begun.device)
+    caller = current_stream(begun.device)
     if caller == begun:
         return
     caller.wait_stream(begun)
@@ -230,8 +242,10 @@ def _finished(draft: Draft, status: Sequence[Sequence[int]]) -> SealedTensor:
 
 def _laid_out(arrays: Mapping[str, Tensor], non_zero: Sequence[int], shape: Sequence[int]) -> dict[str, Tensor]:
     """Coefficients and their layout under the names that they bear in a sealed tensor; an empty part is absent."""
-    from quantwm_kernels.triton.psac import laid_out  # noqa: PLC0415 - Triton is needed on a GPU only
+    from quantwm_kernels.triton.psac import laid_out, sparse_streams  # noqa: PLC0415 - Triton is needed on a GPU only
 
+    if not any(sparse_streams(arrays["coefficients"], non_zero)):
+        return {"coefficients": arrays["coefficients"]}
     code: PsacCode = laid_out(arrays["coefficients"], arrays["coefficient_scales"], non_zero)
     parts = {
         "coefficients": code.dense,

@@ -54,13 +54,17 @@ def _second_moment(queries: Tensor, kv_heads: int) -> Tensor:
     return owned(moment.mean, moment_shape(queries.shape, kv_heads))
 
 
-@_second_moment.register_kernel("cuda")
-def _second_moment_by_kernels(queries: Tensor, kv_heads: int) -> Tensor:
+def _second_moment_by_kernels(queries: Tensor, kv_heads: int, before: QueryMoment | None) -> QueryMoment:
     check_detached(queries, "queries")
     check_available("queries")
     from quantwm_kernels.triton import statistics as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
 
-    return kernels.second_moment(queries, kv_heads).mean
+    return kernels.second_moment(queries, kv_heads, before)
+
+
+@_second_moment.register_kernel("cuda")
+def _(queries: Tensor, kv_heads: int) -> Tensor:
+    return _second_moment_by_kernels(queries, kv_heads, None).mean
 
 
 @_second_moment.register_fake
@@ -156,15 +160,18 @@ def _(mean: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return mean.new_empty(basis, dtype=torch.bfloat16), mean.new_empty(energies)
 
 
-def second_moment(queries: Float[Tensor, "batch query_heads tokens channels"], kv_heads: int) -> QueryMoment:
+def second_moment(
+    queries: Float[Tensor, "batch query_heads tokens channels"], kv_heads: int, before: QueryMoment | None = None
+) -> QueryMoment:
     """Second moment of one attention call's queries; no query is kept.
 
     Args:
         queries: BF16, FP16 or FP32 ``[B, Hq, T, D]`` of any strides, in the frame of the cached keys.
         kv_heads: KV heads ``H``; a grouped head's queries are pooled.
+        before: Moment of queries that are counted, too, as if it were merged with theirs.
 
     Raises:
-        ShapeError: As :func:`quantwm_core.statistics.second_moment`.
+        ShapeError: As :func:`quantwm_core.statistics.second_moment`, or ``before`` does not fit.
         DomainError: On a CPU, the same for numbers. On a GPU nothing is waited for: NaN, Inf and what is too large become
             part of the moment, and the unit that is sealed with it is refused.
 
@@ -172,9 +179,11 @@ def second_moment(queries: Float[Tensor, "batch query_heads tokens channels"], k
     tensor([[5., 1.],
             [1., 2.]])
     """
-    run = _second_moment_by_kernels if is_eager_cuda(queries) else _second_moment
-    mean: Tensor = run(queries, kv_heads)
-    return QueryMoment(mean, queries.shape[1] // kv_heads * queries.shape[2])
+    if is_eager_cuda(queries, *(() if before is None else (before.mean,))):
+        return _second_moment_by_kernels(queries, kv_heads, before)
+    mean: Tensor = _second_moment(queries, kv_heads)
+    moment = QueryMoment(mean, queries.shape[1] // kv_heads * queries.shape[2])
+    return moment if before is None else merge(before, moment)
 
 
 def merge(first: QueryMoment, second: QueryMoment, decay: float | None = None) -> QueryMoment:

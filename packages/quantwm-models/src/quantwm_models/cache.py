@@ -17,7 +17,7 @@ from quantwm_core.rotary import Turning
 from quantwm_core.stream import Span, Stream
 from quantwm_kernels.statistics import QueryMoment
 from quantwm_models.attending import attend_decoded, attend_sealed, pays
-from quantwm_models.contents import KeyFrame, Sealing, located
+from quantwm_models.contents import KeyFrame, Part, Sealing, located
 from quantwm_models.geometry import Geometry, check_queries, exact_chunk
 from quantwm_models.history import History
 from quantwm_models.holding import Holding, check_shared
@@ -25,7 +25,7 @@ from quantwm_models.learning import Learning
 from quantwm_models.memory import advice, free_nbytes
 from quantwm_models.observer import CacheObserver, checked_observers
 from quantwm_models.offload import Offload, Staged
-from quantwm_models.workspace import Segment, Workspace
+from quantwm_models.workspace import Workspace
 
 AttentionPath = Literal["auto", "packed", "rotated", "decoded"]
 """How :meth:`LayerCache.attend` attends: from the packed cache (in two ways), after reading it, or as is faster."""
@@ -102,7 +102,6 @@ class LayerCache(Holding):
         self.workspace.reserve(window or 0)
         self.offload = offload
         self.expected: Geometry | None = None
-        self.ranks = 1
         self.half_written = False
         super().__init__()
 
@@ -146,7 +145,7 @@ class LayerCache(Holding):
             StateError, DeviceError: A tensor requires grad, or lives where no implementation serves it.
         """
         self.workspace.confirm()
-        with self._located():
+        with self._located:
             exact_keys, exact_values, geometry = exact_chunk(keys, values, self._geometry, copy=copy)
             self._commit(self._contents.append(exact_keys, exact_values), geometry)
 
@@ -163,7 +162,7 @@ class LayerCache(Holding):
             QuantWMError: As :meth:`append`; the cache is still what it was then.
         """
         self.workspace.confirm()
-        with self._located():
+        with self._located:
             exact_keys, exact_values, geometry = exact_chunk(keys, values, None, copy=copy)
             begun = self._nothing().append(exact_keys, exact_values)
             self.clear()
@@ -178,7 +177,8 @@ class LayerCache(Holding):
     ) -> None:
         """:meth:`rewind`, then seal a history in one step, each unit with the queries of those before it.
 
-        Until it succeeds, the sealed units of before are kept beside the new ones.
+        Until it succeeds, the sealed units of before are kept beside the new ones; the newest of them is to the first new one
+        what the unit before is to others, a warm start.
 
         Args:
             keys, values: BF16, FP16 or FP32 ``[B, H, N, D]``.
@@ -190,8 +190,9 @@ class LayerCache(Holding):
             QuantWMError: As :meth:`append` and :meth:`observe`; the cache is still what it was then.
         """
         self.workspace.confirm()
-        with self._located():
-            history = History(self._rewound(), self.scheme, self._learning, told=bool(self.observers))
+        with self._located:
+            told = bool(self.observers)
+            history = History(self._rewound(), self._contents, self.scheme, self._learning, told=told)
             history.grow(keys, values, queries, tokens)
             made = history.contents.owned()
             if history.geometry is not None:
@@ -215,7 +216,7 @@ class LayerCache(Holding):
             ShapeError, DtypeError: The tensors are not what the active chunk holds.
         """
         self.workspace.confirm()
-        with self._located():
+        with self._located:
             exact_keys, exact_values, _ = exact_chunk(keys, values, self._geometry, copy=copy)
             self._contents = self._contents.overwrite(exact_keys, exact_values)
             self.version += 1
@@ -236,7 +237,7 @@ class LayerCache(Holding):
                 that seal raises it, and every later one, for their moment cannot be repaired and a rebuild keeps it. Only
                 :meth:`clear` or :meth:`restart` forgets it.
         """
-        with self._located():
+        with self._located:
             self._contents = self._learning.observed(self._contents, queries, self._known())
 
     def foresee(self, queries: Float[Tensor, "batch heads tokens channels"]) -> None:
@@ -250,7 +251,7 @@ class LayerCache(Holding):
             DtypeError, ShapeError: They are no such tensor.
             DomainError: As :meth:`observe`.
         """
-        with self._located():
+        with self._located:
             self._contents = self._learning.foreseen(self._contents, queries, self._geometry)
 
     def observe_moment(self, moment: QueryMoment) -> None:
@@ -270,7 +271,7 @@ class LayerCache(Holding):
         >>> cache.queries.past.queries
         64
         """
-        with self._located():
+        with self._located:
             self._contents = self._learning.told(self._contents, moment, self._geometry)
 
     def seal(self) -> None:
@@ -280,7 +281,7 @@ class LayerCache(Holding):
             DomainError: A chunk that is due holds NaN, Inf or numbers beyond 2**60.
         """
         self.workspace.confirm()
-        with self._located():
+        with self._located:
             self._commit(self._contents.complete(), self._geometry)
 
     def evict(self, start: int, stop: int) -> None:
@@ -293,7 +294,7 @@ class LayerCache(Holding):
             DomainError: A chunk that is due holds NaN, Inf or numbers beyond 2**60.
         """
         self.workspace.confirm()
-        with self._located():
+        with self._located:
             self._commit(self._contents.evict(start, stop), self._geometry)
 
     def read(
@@ -310,14 +311,14 @@ class LayerCache(Holding):
             RangeError: The range lies outside the window.
             StateError: The cache is empty.
         """
-        with self._located():
+        with self._located:
             known = self._known()
             first, last = 0 if start is None else start, self.tokens if stop is None else stop
-            segments = self._contents.segments(first, last)
+            parts = self._reads.parts(self._contents, first, last)
             keys_shape, values_shape = (known[0], known[1], known[2]), (known[0], known[1], known[3])
-            keys, values = self.workspace.view(keys_shape, values_shape, last - first, known.device)
-            self._reads.fill(self._contents, segments, (keys, values), self._staged)
-            return keys, values
+            read = self.workspace.view(keys_shape, values_shape, last - first, known.device)
+            self._reads.fill(self._contents, parts, known.device, self._staged)
+            return read
 
     def attend(
         self,
@@ -333,7 +334,7 @@ class LayerCache(Holding):
         Raises:
             QuantWMError: As :meth:`observe` and :meth:`read`.
         """
-        with self._located():
+        with self._located:
             check_queries(queries)
         if self._attends_packed(queries):
             return self._attend_packed(queries, start, stop)
@@ -361,11 +362,10 @@ class LayerCache(Holding):
             for span in gone:
                 observer.evicted(self, *span)
 
-    def _staged(self, segments: Sequence[Segment]) -> AbstractContextManager[Staged]:
-        """The units where they can be read, brought there if ``segments`` are of any."""
-        units = tuple(self._contents.units.values())
-        if self.offload is None or not {unit.serial for unit in units} & {segment.source for segment in segments}:
-            return nullcontext(Staged((), units))
+    def _staged(self, parts: Sequence[Part]) -> AbstractContextManager[Staged | None]:
+        """The units brought from host memory if ``parts`` are of any; None where they are read from where they are."""
+        if self.offload is None or all(part.unit is None for part in parts):
+            return nullcontext()
         return self.offload.staged(self)
 
     def _advice(self) -> str:
@@ -382,12 +382,14 @@ class LayerCache(Holding):
         return not self.observers and self._geometry is not None and pays(queries, self._geometry)
 
     def _attend_packed(self, queries: Tensor, start: int | None, stop: int | None) -> Tensor:
-        with self._located():
+        with self._located:
             known, rotated = self._known(), self.attention == "rotated"
-            segments = self._contents.segments(0 if start is None else start, self.tokens if stop is None else stop)
-            exact = [(keys, values) for _, keys, values in self._contents.plain(segments)]
-            with self._staged(segments) as staged:
-                output = attend_sealed(queries, self._reads.plan(segments, staged), exact, known, rotated=rotated)
+            first, last = 0 if start is None else start, self.tokens if stop is None else stop
+            parts = self._reads.parts(self._contents, first, last)
+            exact = [(keys, values) for _, keys, values in self._contents.plain(parts)]
+            with self._staged(parts) as staged:
+                plan = self._reads.plan(self._contents, parts, staged)
+                output = attend_sealed(queries, plan, exact, known, rotated=rotated)
         self.observe(queries)
         if self.observers:
             self.tell_attended(queries, *self.read(start, stop), start, stop)

@@ -51,11 +51,23 @@ class CausalQueries:
         Raises:
             StateError: No group has begun.
         """
+        known = self.newest
+        return self.counted(moment if known is None else merge(known, moment))
+
+    @property
+    def newest(self) -> QueryMoment | None:
+        """Moment of the newest group's queries; None before there are any.
+
+        Raises:
+            StateError: No group has begun.
+        """
         if not self.groups:
             raise StateError("queries came before any chunk; append keys and values first")
-        *older, newest = self.groups
-        known = moment if newest.moment is None else merge(newest.moment, moment)
-        return replace(self, groups=(*older, newest._replace(moment=known)))
+        return self.groups[-1].moment
+
+    def counted(self, moment: QueryMoment) -> CausalQueries:
+        """The newest group's queries have this moment by now."""
+        return replace(self, groups=(*self.groups[:-1], Group(self.groups[-1].start, moment)))
 
     def before(self, token: int) -> CausalQueries:
         """Fold into the past what was seen before absolute ``token``'s group began.

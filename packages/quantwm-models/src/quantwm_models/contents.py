@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,27 @@ class Unit(NamedTuple):
     serial: int
     chunk: SealedChunk
     block: Tensor | None = None
+
+
+class Part(NamedTuple):
+    """Consecutive tokens of a read that are stored together.
+
+    Attributes:
+        place: Token of the read where they begin.
+        span: Absolute tokens.
+        unit: The sealed unit that they are of; None where they are BF16.
+        exact: Which of the BF16 pieces they are of then.
+    """
+
+    place: int
+    span: Span
+    unit: Span | None
+    exact: int
+
+    @property
+    def end(self) -> int:
+        """Token of the read behind them."""
+        return self.place + self.span.tokens
 
 
 class Sealing(NamedTuple):
@@ -166,7 +188,7 @@ class Contents:
             queries = queries.begin(stream.end)
         grown = stream.append(keys.shape[2])
         piece = Exact(next(serials), Span(stream.end, grown.end), keys, values)
-        return _follow(replace(self, queries=queries, exact=(*self.exact, piece)), grown)
+        return _follow(self, grown, exact=(*self.exact, piece), queries=queries)
 
     def overwrite(self, keys: Tensor, values: Tensor) -> Contents:
         """The active chunk has other keys and values.
@@ -195,75 +217,101 @@ class Contents:
         """The same, its BF16 tokens in memory of their own."""
         return replace(self, exact=tuple(_slice(piece, piece.span) for piece in self.exact))
 
-    def settle(self, scheme: Scheme, frame: KeyFrame | None = None, *, wait: bool = True) -> Settled:
+    def settle(
+        self,
+        scheme: Scheme,
+        frame: KeyFrame | None = None,
+        *,
+        replaced: SealedChunk | None = None,
+        wait: bool = True,
+    ) -> Settled:
         """Seal what is due, by queries in the frame of the keys.
 
         Args:
             scheme: How.
             frame: See :attr:`quantwm_models.cache.LayerCache.key_frame`.
+            replaced: What is the unit before to the first unit, which has none here.
             wait: Whether to wait for units that a GPU seals; those that can be read before are left unconfirmed otherwise.
 
         Raises:
             QuantWMError: A unit cannot be sealed; the message names its chunk and the tensor.
         """
-        due = self.stream.due()
+        stream = self.stream.sealed()
+        due = stream.units[len(self.stream.units) :]
+        if stream is self.stream:
+            queries = self.queries.before(stream.sealed_end)
+            return Settled(self if queries is self.queries else replace(self, queries=queries), ())
         watch = Stopwatch()
         queries, units, sealings, unconfirmed = self.queries, dict(self.units), [], []
-        last = self._last_unit() if due else None
+        last = (self.newest(self.exact[-1].keys.device) or replaced) if due else None
         for span in due:
             queries = queries.before(span.start)
             keys, values = self._gather(span)
             past = queries.past if frame is None or queries.past is None else frame(queries.past, span)
-            begun = watch.start(keys.device)
-            with located(self._name(span)), _advised():
+            begun, name = watch.start(keys.device), self._name(span)
+            with located(name), _advised():
                 pending = begin_chunk(scheme, keys, values, past, last, span.start)
                 readable = None if wait else pending.readable()
                 if readable is not None:
-                    unconfirmed.append((self._name(span), span, pending))
+                    unconfirmed.append((name, span, pending))
                 last = readable or pending.wait()
             watch.stop(begun)
             units[span] = Unit(next(serials), last)
             sealings.append(Sealing(last, keys, values))
-        stream = self.stream.sealed()
-        settled = replace(
+        settled = _follow(
             self,
+            stream,
+            units,
             queries=queries.before(stream.sealed_end),
-            units=units,
             chunks_sealed=self.chunks_sealed + len(due),
             seal_seconds=self.seal_seconds + (0 if unconfirmed else watch.seconds()),
         )
-        left = Unconfirmed(tuple(unconfirmed), watch) if unconfirmed else None
-        return Settled(_follow(settled, stream), tuple(sealings), left)
+        return Settled(settled, tuple(sealings), Unconfirmed(tuple(unconfirmed), watch) if unconfirmed else None)
 
     def moved(self, move: Callable[[Unit], Unit]) -> Contents:
-        """The same units elsewhere."""
-        return replace(self, units={span: move(unit) for span, unit in self.units.items()})
+        """The same units elsewhere; itself where none moves."""
+        units = {span: move(unit) for span, unit in self.units.items()}
+        return self if all(unit is self.units[span] for span, unit in units.items()) else replace(self, units=units)
 
-    def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
-        """Which stored pieces hold the window tokens ``start`` to ``stop``, in order."""
-        found = []
+    def parts(self, start: int, stop: int) -> tuple[Part, ...]:
+        """Where the window tokens ``start`` to ``stop`` are stored, in order."""
+        found: list[Part] = []
         for piece in self.stream.read(start, stop):
-            if piece.unit is not None:
-                found.append(Segment(self.units[piece.unit].serial, *piece.span))
-                continue
-            parts = ((exact.serial, overlap(exact.span, piece.span)) for exact in self.exact)
-            found += [Segment(serial, *part) for serial, part in parts if part]
+            held = ((None, number, overlap(exact.span, piece.span)) for number, exact in enumerate(self.exact))
+            for unit, number, span in held if piece.unit is None else [(piece.unit, 0, piece.span)]:
+                if span is not None:
+                    found.append(Part(found[-1].end if found else 0, span, unit, number))
         return tuple(found)
 
-    def write_exact(self, segments: Sequence[Segment], keys: Tensor, values: Tensor) -> None:
-        """Copy those of ``segments`` that are BF16 to their places in ``keys`` and ``values``, ``[B, H, .., D]``."""
-        for place, exact_keys, exact_values in self.plain(segments):
-            keys[:, :, place].copy_(exact_keys)
-            values[:, :, place].copy_(exact_values)
+    def segments(self, parts: Sequence[Part]) -> tuple[Segment, ...]:
+        """Which stored pieces these are now: each overwrite makes another one of the active chunk."""
+        exact, units = self.exact, self.units
+        return tuple(
+            [Segment((exact[number] if unit is None else units[unit]).serial, span) for _, span, unit, number in parts]
+        )
 
-    def plain(self, segments: Sequence[Segment]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Those of ``segments`` that are BF16: place among all of them, keys and values ``[B, H, n, D]``."""
-        pieces = {piece.serial: piece for piece in self.exact}
-        for (serial, start, stop), begin in placed(segments):
-            if serial in pieces:
-                piece = pieces[serial]
-                inside = slice(start - piece.span.start, stop - piece.span.start)
-                yield slice(begin, begin + stop - start), piece.keys[:, :, inside], piece.values[:, :, inside]
+    def chunks(self) -> dict[int, SealedChunk]:
+        """The units by serial number, where they are."""
+        return {unit.serial: unit.chunk for unit in self.units.values()}
+
+    def pieces(self, parts: Sequence[Part], chunks: Mapping[int, SealedChunk]) -> tuple[Piece, ...]:
+        """Those of ``parts`` that are of units, placed in memory that begins with the first; ``chunks`` by serial number."""
+        found = []
+        for place, (start, stop), unit, _ in parts:
+            if unit is not None:
+                chunk = chunks[self.units[unit].serial]
+                found.append(Piece(chunk, start - chunk.start, stop - chunk.start, place - parts[0].place))
+        return tuple(found)
+
+    def plain(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Tensor, Tensor]]:
+        """Those of ``parts`` that are BF16, each with its keys and values ``[B, H, n, D]``."""
+        for part in parts:
+            if part.unit is None:
+                _, held, keys, values = self.exact[part.exact]
+                if part.span != held:
+                    inside = slice(part.span.start - held.start, part.span.stop - held.start)
+                    keys, values = keys[:, :, inside], values[:, :, inside]
+                yield part, keys, values
 
     def gone(self, later: Contents) -> tuple[Span, ...]:
         """Absolute tokens that were live here and are not in ``later``."""
@@ -272,12 +320,12 @@ class Contents:
             spans = cut(spans, span)
         return spans
 
-    def _last_unit(self) -> SealedChunk | None:
-        """The newest sealed unit, where the next is sealed."""
+    def newest(self, device: torch.device) -> SealedChunk | None:
+        """The newest sealed unit, on a device where the next is sealed."""
         if not self.stream.units:
             return None
         unit = self.units[self.stream.units[-1]]
-        return unit.chunk if unit.block is None else unit.chunk.to(self.exact[-1].keys.device)
+        return unit.chunk if unit.block is None else unit.chunk.to(device)
 
     def _gather(self, span: Span) -> tuple[Tensor, Tensor]:
         """BF16 keys and values of live, unsealed tokens."""
@@ -291,28 +339,8 @@ class Contents:
 
     def _name(self, span: Span) -> str:
         """Chunks that a unit lies in, for messages."""
-        ends = self.stream.ends
-        first, last = (sum(end <= token for end in ends) for token in (span.start, span.stop - 1))
+        first, last = (bisect_right(self.stream.ends, token) for token in (span.start, span.stop - 1))
         return f"chunk {first}" if first == last else f"chunks {first} to {last}"
-
-
-def placed(segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
-    """Segments laid one after the other, and the token where each begins.
-
-    >>> [place for _, place in placed([Segment(0, 4, 9), Segment(1, 9, 11), Segment(2, 0, 3)])]
-    [0, 5, 7]
-    """
-    begins = itertools.accumulate((segment.stop - segment.start for segment in segments), initial=0)
-    return zip(segments, begins, strict=False)
-
-
-def pieces(segments: Sequence[Segment], chunks: Mapping[int, SealedChunk]) -> tuple[Piece, ...]:
-    """Those of ``segments`` that are sealed units, by serial number, laid one after the other from a workspace's token 0."""
-    return tuple(
-        Piece(chunks[serial], start - chunks[serial].start, stop - chunks[serial].start, place)
-        for (serial, start, stop), place in placed(segments)
-        if serial in chunks
-    )
 
 
 def _stored_alike(one: SealedChunk, other: SealedChunk) -> bool:
@@ -324,17 +352,24 @@ def _stored_alike(one: SealedChunk, other: SealedChunk) -> bool:
     )
 
 
-def _follow(contents: Contents, stream: Stream) -> Contents:
-    """Follow the stream: let go of what it holds no longer, or holds sealed."""
-    units = {span: contents.units[span] for span in stream.units}
-    exact = []
-    for piece in contents.exact:
+def _follow(
+    contents: Contents,
+    stream: Stream,
+    units: Mapping[Span, Unit] | None = None,
+    exact: Sequence[Exact] | None = None,
+    **changes: Any,
+) -> Contents:
+    """Follow the stream, with other units and BF16 tokens if they are given: let go of what it holds no longer, or holds sealed."""
+    before, pieces = contents.units if units is None else units, contents.exact if exact is None else exact
+    followed = {span: before[span] for span in stream.units}
+    kept = []
+    for piece in pieces:
         for live in stream.live:
             part = overlap(piece.span, Span(max(live.start, stream.sealed_end), live.stop))
             if part is not None:
-                exact.append(piece if part == piece.span else _slice(piece, part))
-    evicted = contents.chunks_evicted + len(contents.units) - len(units)
-    return replace(contents, stream=stream, units=units, exact=tuple(exact), chunks_evicted=evicted)
+                kept.append(piece if part == piece.span else _slice(piece, part))
+    evicted = contents.chunks_evicted + len(before) - len(followed)
+    return replace(contents, stream=stream, units=followed, exact=tuple(kept), chunks_evicted=evicted, **changes)
 
 
 def _slice(piece: Exact, part: Span) -> Exact:

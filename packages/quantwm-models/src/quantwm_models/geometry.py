@@ -63,13 +63,13 @@ def exact_chunk(
         check_served(tensor, name)
         if tensor.dtype not in ACCEPTED:
             raise DtypeError(f"{name}: got {tensor.dtype}, need torch.bfloat16, float16 or float32")
-    shapes = f"keys {tuple(keys.shape)} and values {tuple(values.shape)}"
-    if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
-        raise ShapeError(f"{shapes}: need [B, H, N, D] with the same B, H and N")
-    if keys.numel() == 0 or values.numel() == 0:
-        raise ShapeError(f"{shapes}: an empty chunk; need at least one token")
-    geometry = Geometry(keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3], keys.device)
-    if known not in (None, geometry):
+    shape, value_shape = tuple(keys.shape), tuple(values.shape)
+    if len(shape) != 4 or len(value_shape) != 4 or shape[:3] != value_shape[:3]:
+        raise ShapeError(f"keys {shape} and values {value_shape}: need [B, H, N, D] with the same B, H and N")
+    if 0 in shape or value_shape[3] == 0:
+        raise ShapeError(f"keys {shape} and values {value_shape}: an empty chunk; need at least one token")
+    geometry = Geometry(shape[0], shape[1], shape[3], value_shape[3], keys.device)
+    if known is not None and known != geometry:
         raise ShapeError(f"a chunk of {geometry} after chunks of {known}; clear() before changing it")
     if not copy:
         return keys.to(torch.bfloat16), values.to(torch.bfloat16), geometry

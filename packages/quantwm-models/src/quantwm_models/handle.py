@@ -67,11 +67,15 @@ class Handle(Sized):
         self.version = version
         self.turned = turned
         self._own: Tensor | None = None
-        batch, _, heads, channels = store.shape
-        tokens = slots.tokens
-        self.shape = torch.Size((batch, heads, tokens, channels) if turned else (batch, tokens, heads, channels))
         self.dtype = store.dtype
         self.device = store.device
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]  # of what is not a tensor yet
+        """Sizes of the range."""
+        batch, _, heads, channels = self.store.shape
+        tokens = self.slots.tokens
+        return torch.Size((batch, heads, tokens, channels) if self.turned else (batch, tokens, heads, channels))
 
     def __repr__(self) -> str:
         kind, layer, shape = self.store.kind, self.store.layer, list(self.shape)
@@ -102,8 +106,7 @@ class Handle(Sized):
         Raises:
             StateError: The cache changed since.
         """
-        version = self.store.halves.cache.version
-        if self.version not in (None, version):
+        if self.version is not None and self.version != self.store.halves.cache.version:
             raise StateError(f"{self}: the cache changed after this was cloned; use a clone before writing the cache")
 
     @uncompiled
@@ -190,16 +193,16 @@ def attended(function: Callable[..., Any], q: Any, k: Any, v: Any, *args: Any, *
     Raises:
         StateError, RangeError: As :func:`read_pair`.
     """
-    if not all(isinstance(each, Handle) and not each.changed for each in (k, v)) or k.turned != v.turned:
+    ranges = isinstance(k, Handle) and isinstance(v, Handle) and not (k.changed or v.changed) and k.turned == v.turned
+    if not ranges:
         return function(whole(q), whole(k), whole(v), *args, **kwargs)
-    keys, values = read_pair(k, v)
-    heads_first = k.turned
-    given = (keys.transpose(1, 2), values.transpose(1, 2)) if heads_first else (keys, values)
+    keys, values = _read_pair(k, v)
+    queries = q if k.turned else q.transpose(1, 2)
+    given = (keys, values) if k.turned else (keys.transpose(1, 2), values.transpose(1, 2))
     result = function(q, *given, *args, **kwargs)
     cache = k.store.halves.cache
-    queries = q if heads_first else q.transpose(1, 2)
     cache.observe(queries)
-    cache.tell_attended(queries, keys.transpose(1, 2), values.transpose(1, 2), *k.slots)
+    cache.tell_attended(queries, keys, values, *k.slots)
     return result
 
 
@@ -224,14 +227,19 @@ def read_pair(keys: Handle, values: Handle) -> tuple[Tensor, Tensor]:
         StateError: The handles are of different layers or ranges, stale, or only one half was written yet.
         RangeError: The slots hold no tokens.
     """
+    heads_first = _read_pair(keys, values)
+    return heads_first[0].transpose(1, 2), heads_first[1].transpose(1, 2)
+
+
+def _read_pair(keys: Handle, values: Handle) -> tuple[Tensor, Tensor]:
+    """The same as ``[B, heads, n, head_dim]``."""
     if keys.store.halves is not values.store.halves or keys.slots != values.slots:
         raise StateError(f"{keys!r} and {values!r} are not the two halves of one range")
     keys.store.halves.check_whole()
     keys.check_current()
     values.check_current()
     read = keys.store.halves.cache.read(*keys.slots)
-    exact_keys, exact_values = (tensor.transpose(1, 2) for tensor in read)
-    return exact_keys.to(keys.dtype), exact_values.to(values.dtype)
+    return read if keys.dtype is values.dtype is torch.bfloat16 else (read[0].to(keys.dtype), read[1].to(values.dtype))
 
 
 def whole(value: Any) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from quantwm_core.method import Scheme
 from quantwm_core.stream import Span
+from quantwm_kernels.chunk import SealedChunk
 from quantwm_models.contents import Contents, Sealing
 from quantwm_models.geometry import Geometry, chunks_of, exact_chunk
 from quantwm_models.learning import Learning
@@ -26,6 +29,7 @@ class History:
 
     Args:
         contents: To begin with.
+        replaced: The history whose place it takes, for a warm start of the first unit.
         scheme: How units are sealed.
         learning: What takes queries.
         told: Whether anybody is to hear of it; what is heard keeps the chunks' BF16 tensors alive.
@@ -35,10 +39,13 @@ class History:
         heard: In order.
     """
 
-    def __init__(self, contents: Contents, scheme: Scheme, learning: Learning, *, told: bool) -> None:
+    def __init__(
+        self, contents: Contents, replaced: Contents, scheme: Scheme, learning: Learning, *, told: bool
+    ) -> None:
         self.contents = contents
         self.geometry: Geometry | None = None
         self.heard: list[Heard] = []
+        self._replaced = replaced
         self._scheme = scheme
         self._learning = learning
         self._told = told
@@ -56,7 +63,17 @@ class History:
         gone = self.contents.gone(grown)
         if queries is not None:
             grown = self._learning.observed(grown, queries, self.geometry)
-        settled = grown.complete().settle(self._scheme, self._learning.frame)
+        settled = grown.complete().settle(
+            self._scheme, self._learning.frame, replaced=self._unit_before(self.geometry.device)
+        )
         self.contents = settled.contents
         if self._told:
             self.heard += [Heard((), gone), Heard(settled.sealings, ())]
+
+    def _unit_before(self, device: torch.device) -> SealedChunk | None:
+        """The newest unit of the history that is replaced, without what units share: that would be kept for this one alone."""
+        unit = self._replaced.newest(device) if self._scheme.warm_starts and not self.contents.stream.units else None
+        if unit is None:
+            return None
+        keys, values = (replace(each, arrays=each.own).to(device) for each in (unit.keys, unit.values))
+        return replace(unit, keys=keys, values=values)

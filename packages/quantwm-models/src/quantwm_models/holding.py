@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,7 +37,6 @@ class Holding(ABC):
     observers: list[CacheObserver]
     workspace: Workspace
     offload: Offload | None
-    ranks: int
     _settings: Stream
     _learning: Learning
 
@@ -47,6 +47,7 @@ class Holding(ABC):
         self._geometry: Geometry | None = None
         self._reads = Reads(self.workspace)
         self._unconfirmed: tuple[Unconfirmed, Contents, Geometry | None] | None = None
+        self._located = LayerScope(self.layer, _weakly(self._advice))
 
     @abstractmethod
     def _advice(self) -> str:
@@ -55,6 +56,15 @@ class Holding(ABC):
     @abstractmethod
     def _tell(self, sealings: Sequence[Sealing], gone: Sequence[Span]) -> None:
         """Tell the observers what was sealed and what is not live any more."""
+
+    @property
+    def ranks(self) -> int:
+        """See :class:`quantwm_models.LayerCache`."""
+        return self._located.ranks
+
+    @ranks.setter
+    def ranks(self, count: int) -> None:
+        self._located.ranks = count
 
     @property
     def tokens(self) -> int:
@@ -127,7 +137,7 @@ class Holding(ABC):
         if offload is self.offload:
             return
         self.workspace.confirm()
-        with self._located():
+        with self._located:
             before, contents = self.offload, self._contents
             if self._geometry is not None:
                 contents = self._moved(contents, offload, self._geometry.device)
@@ -175,7 +185,8 @@ class Holding(ABC):
             self.workspace.unconfirmed = Confirmation(self.layer, unconfirmed, self._confirm)
         self._contents, self._geometry = settled, geometry
         self.version += 1
-        self._tell(sealings, before.gone(settled))
+        if self.observers:
+            self._tell(sealings, before.gone(settled))
 
     def _confirm(self) -> None:
         """Wait for the units that are being sealed.
@@ -186,7 +197,7 @@ class Holding(ABC):
         if self._unconfirmed is None:
             return
         unconfirmed, before, geometry = self._unconfirmed
-        with self._located():
+        with self._located:
             try:
                 contents = unconfirmed.confirm(self._contents, keep=self._reads.captured)
             except Exception:
@@ -209,14 +220,21 @@ class Holding(ABC):
         if offload is not None and geometry is not None:
             offload.expect(self, tuple(contents.units.values()), geometry.device)
 
-    def _located(self) -> LayerScope:
-        """Name the layer in errors, say what would fit where memory ran out, and launch as one of the layer's ranks."""
-        return LayerScope(self.layer, self.ranks, self._advice)
-
     def _known(self) -> Geometry:
         if self._geometry is None:
             raise StateError("the cache is empty; append keys and values first")
         return self._geometry
+
+
+def _weakly(advise: Callable[[], str]) -> Callable[[], str]:
+    """The cache's own method, for what the cache holds and must not be kept alive by."""
+    method = weakref.WeakMethod(advise)
+
+    def advised() -> str:
+        alive = method()
+        return "" if alive is None else alive()
+
+    return advised
 
 
 def check_shared(name: str, value: object, kind: type) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from quantwm_core.errors import ShapeError, StateError
 from quantwm_core.method import Scheme
 from quantwm_core.rotary import Turning
-from quantwm_kernels.statistics import QueryMoment, second_moment
+from quantwm_kernels.statistics import QueryMoment, merge, second_moment
 from quantwm_models.contents import Contents, KeyFrame
 from quantwm_models.geometry import Geometry, check_queries
 from quantwm_models.rotary import coming_moment, still_moment
@@ -52,7 +52,8 @@ class Learning:
             raise ShapeError(f"queries: got {tuple(queries.shape)}, need [{batch}, multiple of {heads}, T, {channels}]")
         if not self._learns:
             return contents
-        return replace(contents, queries=contents.queries.observe(self._moment(queries, heads, contents.stream.end)))
+        moment = self._moment(queries, heads, contents.stream.end, contents.queries.newest)
+        return replace(contents, queries=contents.queries.counted(moment))
 
     def foreseen(self, contents: Contents, queries: Tensor, known: Geometry | None) -> Contents:
         """The same before the first chunk; see :meth:`quantwm_models.LayerCache.foresee`."""
@@ -78,14 +79,15 @@ class Learning:
             raise StateError("a moment of queries has no positions to be turned from; set frames_ahead=0")
         return _counted(contents, moment) if self._learns else contents
 
-    def _moment(self, queries: Tensor, heads: int, end: int) -> QueryMoment:
-        """Moment of queries of the tokens up to absolute ``end``, as it is kept."""
+    def _moment(self, queries: Tensor, heads: int, end: int, before: QueryMoment | None) -> QueryMoment:
+        """Moment of queries of the tokens up to absolute ``end``, and of those before, as it is kept."""
         if self.turning is None:
-            return second_moment(queries, heads)
+            return second_moment(queries, heads, before)
         start = end - queries.shape[2]
         if start < 0 or start == end:
             raise ShapeError(f"queries of {queries.shape[2]} tokens after {end} came; need those of the newest tokens")
-        return still_moment(queries, heads, start, self.turning)
+        moment = still_moment(queries, heads, start, self.turning)
+        return moment if before is None else merge(before, moment)
 
 
 def _counted(contents: Contents, moment: QueryMoment) -> Contents:

@@ -23,22 +23,20 @@ from quantwm_models.packed import in_block, packed
 
 
 class Staged(NamedTuple):
-    """A layer's units where they can be read.
+    """A layer's units on the device that reads them.
 
     Attributes:
         key: Equal for two of them only if the units lie at the same addresses.
         units: What was asked for, in host memory.
-        slot: Memory on the device, or None where the units are read from where they are.
+        slot: Memory on the device.
     """
 
     key: tuple[int, ...]
     units: tuple[Unit, ...]
-    slot: Tensor | None = None
+    slot: Tensor
 
     def chunks(self) -> Mapping[int, SealedChunk]:
         """The units by serial number, over the memory where they are read."""
-        if self.slot is None:
-            return {unit.serial: unit.chunk for unit in self.units}
         blocks = zip(self.units, _places(self.units), strict=True)
         return {unit.serial: in_block(unit.chunk, self.slot[slice(*place)]) for unit, place in blocks}
 

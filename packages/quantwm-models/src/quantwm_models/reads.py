@@ -6,16 +6,19 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
 
+from quantwm_core.stream import Stream
 from quantwm_kernels.reading import ReadPlan
-from quantwm_models.contents import Contents, pieces, placed
+from quantwm_models.contents import Contents, Part
 from quantwm_models.offload import Staged
 from quantwm_models.stopwatch import Stopwatch
-from quantwm_models.workspace import Segment, Workspace
+from quantwm_models.workspace import Workspace
 
 # Different ranges that a host reads in turn between two chunks.
 MOST_PLANS = 8
+
+# Hosts read in rounds of four or five passes, and some twice in each: one read in so many is of each kind in turn.
+TIMED_OF = 7
 
 
 class Reads:
@@ -28,9 +31,11 @@ class Reads:
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
         self.captured = False
-        self._watch = Stopwatch()
-        self._plans: dict[tuple[tuple[int, ...], tuple[tuple[Segment, int], ...]], ReadPlan] = {}
+        self._watch = Stopwatch(TIMED_OF)
+        self._plans: dict[tuple[tuple[int, ...], int, tuple[Part, ...]], ReadPlan] = {}
         self._generation = 0
+        self._stream: Stream | None = None
+        self._parts: dict[tuple[int, int], tuple[Part, ...]] = {}
 
     def seconds(self) -> float:
         """Seconds that filling the workspace took; waits for what was launched."""
@@ -38,7 +43,7 @@ class Reads:
 
     def restart(self) -> None:
         """Count time anew, and forget the plans."""
-        self._watch = Stopwatch()
+        self._watch = Stopwatch(TIMED_OF)
         self.forget()
 
     def forget(self) -> None:
@@ -46,48 +51,65 @@ class Reads:
         self._plans.clear()
         self.captured = False
 
+    def parts(self, contents: Contents, start: int, stop: int) -> tuple[Part, ...]:
+        """Where the window tokens ``start`` to ``stop`` are stored; looked up once as long as no token comes or goes.
+
+        Raises:
+            RangeError: The range lies outside the window.
+        """
+        if contents.stream is not self._stream or len(self._parts) > MOST_PLANS:
+            self._stream, self._parts = contents.stream, {}
+        if type(start) is not int or type(stop) is not int:  # what is no number is refused, not looked up
+            return contents.parts(start, stop)
+        if (start, stop) not in self._parts:
+            self._parts[start, stop] = contents.parts(start, stop)
+        return self._parts[start, stop]
+
     def fill(
         self,
         contents: Contents,
-        segments: tuple[Segment, ...],
-        into: tuple[Tensor, Tensor],
-        staged: Callable[[Sequence[Segment]], AbstractContextManager[Staged]],
+        parts: tuple[Part, ...],
+        device: torch.device,
+        staged: Callable[[Sequence[Part]], AbstractContextManager[Staged | None]],
     ) -> None:
-        """Bring the workspace's views to hold ``segments``; leading ones that are there already are kept.
+        """Bring the workspace to hold ``parts``; leading ones that are there already are kept.
 
         Args:
             contents: What is read.
-            segments: Of them.
-            into: The views, ``[B, H, n, D]``.
-            staged: Brings the units to where they can be read.
+            parts: Of them.
+            device: Where the workspace is.
+            staged: Brings the units from host memory, if they are there.
         """
+        segments = contents.segments(parts)
         kept = self.workspace.kept(segments)
         if kept == len(segments):
             return
-        begun = self._watch.start(into[0].device)
+        begun = self._watch.start(device)
         self.workspace.holds(segments[:kept])
-        offset = sum(segment.stop - segment.start for segment in segments[:kept])
-        missing = segments[kept:]
-        keys, values = (each[:, :, offset:] for each in into)
+        missing = parts[kept:]
         with staged(missing) as there:
-            self.plan(missing, there).into(keys, values)
-        contents.write_exact(missing, keys, values)
+            self.plan(contents, missing, there).into(*self.workspace.part(missing[0].place, missing[-1].end))
+        for part, exact_keys, exact_values in contents.plain(missing):
+            keys, values = self.workspace.part(part.place, part.end)
+            keys.copy_(exact_keys)
+            values.copy_(exact_values)
         self.workspace.holds(segments)
         self._watch.stop(begun)
 
-    def plan(self, segments: tuple[Segment, ...], staged: Staged) -> ReadPlan:
-        """How to reconstruct the sealed ones among ``segments``, made once as long as no unit comes or goes."""
-        if staged.slot is not None and staged.key[0] != self._generation:
+    def plan(self, contents: Contents, parts: tuple[Part, ...], staged: Staged | None) -> ReadPlan:
+        """How to reconstruct the sealed ones among ``parts`` from the first of them on, made once as long as no unit comes or goes."""
+        if staged is not None and staged.key[0] != self._generation:
             self._generation = staged.key[0]
             self.forget()  # they keep memory alive that was given back
-        sealed = {unit.serial for unit in staged.units}
-        wanted = tuple((segment, place) for segment, place in placed(segments) if segment.source in sealed)
-        if (staged.key, wanted) not in self._plans:
+        sealed = tuple([part for part in parts if part.unit is not None])
+        known = (() if staged is None else staged.key, parts[0].place if parts else 0, sealed)
+        if known not in self._plans:
             if len(self._plans) == MOST_PLANS:
                 self._plans.clear()
-            self._plans[staged.key, wanted] = ReadPlan(pieces(segments, staged.chunks()))
+            chunks = contents.chunks() if staged is None else staged.chunks()
+            self._plans[known] = ReadPlan(contents.pieces(parts, chunks))
         self.captured = self.captured or capturing()
-        return self._plans[staged.key, wanted]
+        return self._plans[known]
 
 
 def capturing() -> bool:

@@ -29,7 +29,8 @@ class CacheReport:
         chunks_evicted: Sealed units whose last live token was evicted.
         seal_seconds: Time that sealing took.
         decode_seconds: Time that reconstructing reads took. Both are by the host's clock on a CPU, and by events in its stream
-            on a GPU, so work that was queued before does not count; reads that a CUDA graph captured are not timed.
+            on a GPU, so work that was queued before does not count; there one read in seven is timed and stands for all. Reads
+            that a CUDA graph captured are not timed.
     """
 
     tokens: int = 0

@@ -7,7 +7,6 @@ A host of the rolling-dict lineage does four things with a ``[B, tokens, heads, 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,6 +23,8 @@ from quantwm_models.errors import HostAttributeError, HostError
 from quantwm_models.geometry import Geometry
 from quantwm_models.halves import Halves, Roll, Write
 from quantwm_models.handle import OPERATORS, SUPPORTED, Handle, Sized, name_of
+
+_ALL = slice(None)
 
 
 class Store(Sized):
@@ -134,17 +135,15 @@ class Store(Sized):
     def _slots(self, key: object) -> Span:
         """Slots that an index names."""
         parts = key if isinstance(key, tuple) else (key,)
-        rest = (*parts[:1], *parts[2:])
-        if not 2 <= len(parts) <= self.ndim or not all(part is Ellipsis or part == slice(None) for part in rest):
-            raise HostError(f"{self}: index {key!r}; {SUPPORTED}")
-        wanted = parts[1]
-        if not isinstance(wanted, slice) or wanted.step not in (None, 1):
+        wanted = parts[1] if 2 <= len(parts) <= 4 else None
+        others = (parts[0], *parts[2:])
+        whole = others == (_ALL,) or all(part == _ALL or part is Ellipsis for part in others)
+        if not isinstance(wanted, slice) or wanted.step not in (None, 1) or not whole:
             raise HostError(f"{self}: index {key!r}; {SUPPORTED}")
         try:
-            bounds = slice(*(None if bound is None else operator.index(bound) for bound in (wanted.start, wanted.stop)))
+            start, stop, _ = wanted.indices(self.shape[1])  # which takes whatever has an index, tensors of one too
         except TypeError as error:
             raise HostError(f"{self}: index {key!r}; bounds must be integers or tensors of one; {SUPPORTED}") from error
-        start, stop, _ = bounds.indices(self.shape[1])
         return Span(start, max(start, stop))
 
 

@@ -8,10 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quantwm_core.errors import StateError
+from quantwm_core.stream import Span
 from quantwm_kernels.chunk import storage_nbytes
 
 # Reads grow by a chunk at a time while a window fills: some room keeps the memory from moving with each of them.
 GROWTH = 1.25
+
+# Different parts that reads between two chunks fill.
+MOST_PARTS = 64
 
 
 class Segment(NamedTuple):
@@ -19,12 +24,11 @@ class Segment(NamedTuple):
 
     Attributes:
         source: Serial number of the stored piece that they come from; no two pieces ever share one.
-        start, stop: Absolute tokens.
+        span: Absolute tokens.
     """
 
     source: int
-    start: int
-    stop: int
+    span: Span
 
 
 class Workspace:
@@ -41,6 +45,7 @@ class Workspace:
         self.capacity = capacity
         self.token_major = token_major
         self._buffers: tuple[Tensor, Tensor] | None = None
+        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._shapes: tuple[Sequence[int], Sequence[int]] | None = None
         self._segments: tuple[Segment, ...] = ()
         # Waits for what one of the layers is sealing. There is one at a time, whose BF16 tokens are still there.
@@ -73,6 +78,7 @@ class Workspace:
     def release(self) -> None:
         """Give the memory back; tensors that a read returned keep theirs alive."""
         self._buffers, self._shapes, self._segments = None, None, ()
+        self._parts.clear()
 
     def view(
         self, keys: tuple[int, int, int], values: tuple[int, int, int], tokens: int, device: torch.device
@@ -90,11 +96,15 @@ class Workspace:
             self.release()
             self._buffers = (self._allocate(keys, capacity, device), self._allocate(values, capacity, device))
             self._shapes, self.capacity = (keys, values), capacity
-        first, second = (
-            buffer[:, :tokens].transpose(1, 2) if self.token_major else buffer[:, :, :tokens]
-            for buffer in self._buffers
-        )
-        return first, second
+        return self.part(0, tokens)
+
+    def part(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Views ``[B, H, stop - start, D]`` of tokens of the last :meth:`view`; each pass of a chunk asks for the same."""
+        if (start, stop) not in self._parts:
+            if len(self._parts) == MOST_PARTS:
+                self._parts.clear()
+            self._parts[start, stop] = self._made(start, stop)
+        return self._parts[start, stop]
 
     def kept(self, segments: Sequence[Segment]) -> int:
         """How many leading ``segments`` the memory holds already, at the same place."""
@@ -108,6 +118,17 @@ class Workspace:
     def holds(self, segments: Sequence[Segment]) -> None:
         """State what the memory holds from now on."""
         self._segments = tuple(segments)
+
+    def _made(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        if self._buffers is None:
+            raise StateError(f"tokens {start} to {stop} of a workspace without memory; ask for a view first")
+        # A view outlives the mode that it was made in.
+        with torch.inference_mode(False), torch.no_grad():
+            first, second = (
+                buffer[:, start:stop].transpose(1, 2) if self.token_major else buffer[:, :, start:stop]
+                for buffer in self._buffers
+            )
+        return first, second
 
     def _allocate(self, shape: tuple[int, int, int], capacity: int, device: torch.device) -> Tensor:
         batch, heads, channels = shape

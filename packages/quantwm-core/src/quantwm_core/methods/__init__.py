@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
@@ -75,13 +76,14 @@ def get(name: str, **parameters: Any) -> Method:
     quantwm_core.errors.ParameterError: quantwm rank 1.5: need int
     """
     known = parameter_names(name)
-    hints = get_type_hints(implementation(name))
+    method: Any = implementation(name)
+    hints = _hints(method)
     for parameter, value in parameters.items():
         if parameter not in known:
             raise ParameterError(f"{name} has no parameter {parameter!r}; known: {', '.join(known) or 'none'}")
         if not _fits(value, hints[parameter]):
             raise ParameterError(f"{name} {parameter} {value!r}: need {_words(hints[parameter])}")
-    return cast("Method", implementation(name)(**parameters))
+    return cast("Method", method(**parameters))
 
 
 def settings(method: Any) -> dict[str, Any]:
@@ -100,12 +102,24 @@ def settings(method: Any) -> dict[str, Any]:
     }
 
 
+@cache
+def _hints(method: type[Any]) -> Mapping[str, Any]:
+    """Types that a method's parameters declare; to find them takes longer than all else that a unit is read by."""
+    return get_type_hints(method)
+
+
 def _fits(value: object, hint: Any) -> bool:
     """Whether a value has the type that a parameter declares; an int is a float, a bool is neither."""
+    allowed = _classes(hint)
+    # A registered method may declare more than classes; its constructor judges.
+    return not allowed or type(value) in allowed or (type(value) is int and float in allowed)
+
+
+@cache
+def _classes(hint: Any) -> tuple[type, ...]:
+    """Classes that a parameter may be of; none where it declares more than classes."""
     allowed = get_args(hint) or (hint,)
-    if not all(isinstance(member, type) for member in allowed):
-        return True  # a registered method may declare more than classes; its constructor judges
-    return type(value) in allowed or (type(value) is int and float in allowed)
+    return allowed if all(isinstance(member, type) for member in allowed) else ()
 
 
 def _words(hint: Any) -> str:

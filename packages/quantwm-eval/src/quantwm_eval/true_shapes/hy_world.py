@@ -1,12 +1,7 @@
-"""The stack of HY-World's 5B model: a cache that is made anew before each chunk, and attention by two encodings at once.
-
-A history of the newest latent frames passes all layers, each of which returns its keys and values, after RoPE and after
-ProPE side by side. The denoising steps of the chunk read them.
-"""
+"""The stack of HY-World's 5B model, whose layers return keys and values after RoPE and after ProPE side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantwm_eval.true_shapes.layers import Beside, Projections, Weights, angles
+from quantwm_eval.true_shapes.rebuilding import Rebuilding, prope_qkv
 from quantwm_eval.true_shapes.shape import Shape
-from quantwm_eval.true_shapes.stack import Pass, Stack
 
-TILE = 4  # channels that a camera's matrix turns together
 Rotation = tuple[Tensor, Tensor]
 Pair = tuple[Tensor, Tensor]
 
@@ -27,21 +21,6 @@ def sageattn(q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", is_cau
     """Attention on ``[B, H, N, D]``, by PyTorch; looked up at call time, so that the queries can be seen."""
     del tensor_layout, is_causal
     return F.scaled_dot_product_attention(q, k, v)
-
-
-def prope_qkv(
-    q: Tensor, k: Tensor, v: Tensor, *, viewmats: Tensor, Ks: None = None
-) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """Queries, keys and values ``[B, H, N, D]`` seen from each frame's camera, and the way back for what attention gives."""
-    del Ks
-    inverse = viewmats.float().inverse().to(viewmats.dtype)
-    return _tiled(q, viewmats.mT), _tiled(k, inverse), _tiled(v, inverse), lambda x: _tiled(x, viewmats)
-
-
-def _tiled(x: Tensor, matrices: Tensor) -> Tensor:
-    """Each four neighbouring channels of ``[B, H, N, D]`` times the matrix ``[B, frames, 4, 4]`` of the token's frame."""
-    tiles = x.unflatten(-1, (-1, TILE)).unflatten(2, (matrices.shape[1], -1)).flatten(3, 4)
-    return (tiles @ matrices.mT[:, None]).reshape(x.shape)
 
 
 class Processor:
@@ -106,49 +85,21 @@ class Block(nn.Module):
         return self.beside.after(x, self.project.join(attended), prompt), made
 
 
-class WanPipeline(Stack):
-    """The loop over chunks."""
+class WanPipeline(Rebuilding):
+    """The model."""
+
+    made = ("k", "v")
 
     def __init__(self, shape: Shape, weights: Weights, *, layers: int, latents: int, frame_tokens: int) -> None:
         super().__init__(shape, weights, layers=layers, latents=latents, frame_tokens=frame_tokens)
-        self.transformer: Any = nn.Module()
         self.transformer.blocks = nn.ModuleList(Block(shape, weights) for _ in range(layers))
         self.prompt = weights.normal(1, shape.context, shape.width)
-        self.history: list[Tensor] = []
-        self._kv_cache: list[Any] = []
 
     def init_kv_cache(self) -> None:
         """Begin a video."""
         self._kv_cache = [{"k": None, "v": None} for _ in self.transformer.blocks]
 
-    def chunk(self, number: int, steps: int) -> Iterator[Pass]:
-        """The history's pass, which makes the cache, and the chunk's."""
-        if number == 0:
-            self.init_kv_cache()
-            self.history = []
-        past = min(number * self.shape.chunk, self.cached)
-        if number:
-            known = torch.cat(self.history, dim=1)[:, -past * self.frame_tokens :]
-            self._kv_cache = self._run(known, 0, is_cache=True)
-            yield "build", known
-        x = self._drawn(1, self.shape.chunk)
-        for _ in range(steps):
-            x = 0.5 * x + 0.5 * self._run(x, past, is_cache=False)
-            yield "step", x
-        self.history.append(x)
-
-    def own_nbytes(self) -> int:
-        """Bytes of the cache tensors that this host holds itself."""
-        held = (each[half] for each in self._kv_cache for half in ("k", "v"))
-        return sum(each.nbytes for each in held if isinstance(each, Tensor))
-
-    def forget(self) -> None:
-        """Let go of the cache."""
-        super().forget()
-        self.history, self._kv_cache = [], []
-
     def _run(self, x: Tensor, first: int, *, is_cache: bool) -> Any:
-        """Pass all layers; positions count from the first latent frame that is seen."""
         frames = x.shape[1] // self.frame_tokens
         rotation, views = self._rotation(first, frames), self._views(first, frames)
         made = []
@@ -161,15 +112,3 @@ class WanPipeline(Stack):
         by = angles(first, frames, self.frame_tokens, self.shape.channels, self.weights.device)
         twice = by.repeat_interleave(2, dim=-1)[None, None]
         return twice.cos(), twice.sin()
-
-    def _views(self, first: int, frames: int) -> Tensor:
-        """A camera that turns and moves on, ``[1, frames, 4, 4]``."""
-        frame = torch.arange(first, first + frames, device=self.weights.device)
-        views = torch.eye(TILE, device=self.weights.device).repeat(1, frames, 1, 1)
-        views[0, :, 0, 0], views[0, :, 0, 1] = (0.02 * frame).cos(), (0.02 * frame).sin()
-        views[0, :, 1, 0], views[0, :, 1, 1] = -(0.02 * frame).sin(), (0.02 * frame).cos()
-        views[0, :, 2, 3] = 0.01 * frame
-        return views.to(self.prompt.dtype)
-
-    def _model(self) -> Any:
-        return self.transformer

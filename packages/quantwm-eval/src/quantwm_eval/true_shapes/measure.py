@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +17,7 @@ from quantwm_eval.true_shapes.memory import DeviceMemory
 from quantwm_eval.true_shapes.plan import Plan
 from quantwm_eval.true_shapes.stack import Stack
 from quantwm_eval.true_shapes.timing import chunk_seconds, timed
+from quantwm_kernels.sealing import recorded_nbytes
 from quantwm_models import Attachment, attach
 from quantwm_models.adapters.hy_world import HyWorld
 
@@ -39,6 +41,7 @@ class Measured:
         before_nbytes: Allocated on the device before the video: weights and prompt.
         peak_nbytes: Most that was allocated at once; 0 on a CPU, which does not tell.
         unit_nbytes: BF16 bytes of the largest unit that a layer sealed.
+        recorded_nbytes: What :func:`quantwm_kernels.sealing.recorded_nbytes` says after the last chunk.
         does_not_fit: What was said where memory ran out; then the other figures are of the chunks before, and no result.
     """
 
@@ -58,6 +61,7 @@ class Measured:
     before_nbytes: int = 0
     peak_nbytes: int = 0
     unit_nbytes: int = 0
+    recorded_nbytes: int = 0
     does_not_fit: str = ""
 
 
@@ -116,8 +120,9 @@ def _tried(plan: Plan, stack: Stack, name: str, scheme: Any) -> Measured:
 
 
 def _said(error: torch.OutOfMemoryError) -> str:
-    """What an allocator says, without its advice on settings."""
-    return str(error).partition("\n")[0].partition(" If reserved but")[0]
+    """What an allocator says, without its advice on settings, and without what other processes have on the device."""
+    told = str(error).partition("\n")[0].partition(" If reserved but")[0]
+    return re.sub(r" Process \d+ has \S+ \S+ memory in use\.", "", told)
 
 
 def _measure(measured: Measured, plan: Plan, stack: Stack, scheme: Any) -> None:
@@ -165,11 +170,12 @@ def _note(
     measured.held_nbytes = max(measured.held_nbytes, held)
     units = (chunk.bf16_nbytes for cache in attachment.caches[:1] for chunk in cache.chunks)
     measured.unit_nbytes = max(measured.unit_nbytes, *units, 0)
+    measured.recorded_nbytes = recorded_nbytes()
     return now
 
 
 def modelled(measured: Measured, beside: int, *, once: bool = False) -> int:
-    """Peak by the byte model: what was there, a pass of one layer, what the cache holds, and what its reads share.
+    """Peak by the byte model: what was there, a pass of one layer, what the cache holds, and what its reads and its seals share.
 
     Args:
         measured: Under a compressed cache.
@@ -181,7 +187,7 @@ def modelled(measured: Measured, beside: int, *, once: bool = False) -> int:
     >>> modelled(Measured("quantwm", held_nbytes=3, workspace_nbytes=2, before_nbytes=40, unit_nbytes=2), 5, once=True)
     54
     """
-    cache = measured.held_nbytes + measured.workspace_nbytes + measured.staging_nbytes
+    cache = measured.held_nbytes + measured.workspace_nbytes + measured.staging_nbytes + measured.recorded_nbytes
     derived = 2 * measured.unit_nbytes if once else 0
     return measured.before_nbytes + beside + cache + derived
 

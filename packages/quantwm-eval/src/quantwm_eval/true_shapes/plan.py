@@ -9,6 +9,7 @@ from typing import Any
 from quantwm_core.errors import ParameterError
 from quantwm_eval.latents import frames_of
 from quantwm_eval.true_shapes.hy_world import WanPipeline
+from quantwm_eval.true_shapes.hy_world_8b import HunyuanVideo_1_5_Pipeline
 from quantwm_eval.true_shapes.layers import Weights
 from quantwm_eval.true_shapes.longcat_video import LongCatVideoPipeline
 from quantwm_eval.true_shapes.rolling import CausalInferencePipeline, CausalInferenceStreamingPipeline, WanI2VCausal
@@ -18,6 +19,7 @@ from quantwm_eval.true_shapes.stack import Stack
 STACKS: dict[str, Callable[..., Stack]] = {
     "causal_forcing": CausalInferencePipeline,
     "hy_world": WanPipeline,
+    "hy_world_8b": HunyuanVideo_1_5_Pipeline,
     "lingbot_world": WanI2VCausal,
     "longcat_video": LongCatVideoPipeline,
     "matrix_game": CausalInferenceStreamingPipeline,

@@ -38,6 +38,8 @@ class Shape:
         clean: Whether a pass without noise follows the steps.
         per_seal: Chunks that are sealed together, where a cache is written chunk by chunk.
         gated: Whether the feed-forward part has a gate, a third matrix.
+        two_streams: Whether the prompt passes the layers with weights of its own, and there is no cross-attention; each token's
+            modulations come of a matrix then, and each kind has a projection of what its attention gives.
         pass_nbytes: What a pass takes beside weights and cache at the first resolution; linear in a frame's tokens.
         vae_nbytes, encoder_nbytes: BF16 weights of the VAE, and of what reads the prompt or the first picture.
         token_pixels: Pixels of a frame of video that a token stands for.
@@ -61,6 +63,7 @@ class Shape:
     clean: bool = True
     per_seal: int = 2
     gated: bool = False
+    two_streams: bool = False
     pass_nbytes: int = 0
     vae_nbytes: int = 0
     encoder_nbytes: int = 0
@@ -88,6 +91,8 @@ class Shape:
     @property
     def layer_parameters(self) -> int:
         """Numbers in a layer's matrices: self-attention, cross-attention, feed-forward, and the six modulations."""
+        if self.two_streams:
+            return self.width * (2 * (10 * self.width + 2 * self.feed_forward) + (self.kinds - 1) * self.width)
         return self.width * (8 * self.width + (3 if self.gated else 2) * self.feed_forward + 6)
 
     @property
@@ -135,7 +140,7 @@ class Shape:
         """Latent frames that the cache holds at most while such a video is made.
 
         >>> [Shape.load(name).cached(24) for name in names()]
-        [24, 16, 18, 19, 6]
+        [24, 16, 20, 18, 19, 6]
         """
         most = self.history(latents)
         return most if self.window is None else min(most, self.window)
@@ -144,7 +149,7 @@ class Shape:
         """Latent frames that it would hold without a window.
 
         >>> [Shape.load(name).history(24) for name in names()]
-        [24, 20, 24, 19, 24]
+        [24, 20, 20, 24, 19, 24]
         """
         return latents if self.host == "rolling" else latents - self.chunk
 
@@ -153,7 +158,7 @@ def names() -> tuple[str, ...]:
     """Models that there are tables of.
 
     >>> names()
-    ('causal_forcing', 'hy_world', 'lingbot_world', 'longcat_video', 'matrix_game')
+    ('causal_forcing', 'hy_world', 'hy_world_8b', 'lingbot_world', 'longcat_video', 'matrix_game')
     """
     return tuple(sorted(each.name.removesuffix(".toml") for each in TABLES.iterdir() if each.name.endswith(".toml")))
 

@@ -31,8 +31,8 @@ SPARE_BYTES = 2048
 BF16_PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """How many BF16 numbers add up to one of another format."""
 
-Step = Callable[[], None]
-"""A prepared launch of a round."""
+Step = Callable[[], object]
+"""A launch, to be made again."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,14 @@ def refine(frame: Frame, iterations: int, bits: int = EXACT_BITS) -> tuple[Tenso
     prepare(frame, None, final=exact and iterations == 0)
     if iterations:
         index = frame.layer.empty(frame.layer.tokens, dtype=torch.uint8)
-        added, update = adding(frame, index)
-        steps = [assigning(frame, index), added, *preparing(frame, update, final=False)]
-        for _ in range(iterations - 1):
-            for step in steps:
+        steps = [assign(frame, index)]
+        update, added = add_members(frame, index)
+        steps.append(added)
+        if iterations > 1:  # what is launched again need not be looked at again
+            steps = [*prepare(frame, update, final=False), *steps]
+            for step in steps[-2:] + steps * (iterations - 2):
                 step()
-        for step in [*steps[:2], *preparing(frame, update, final=exact)]:
-            step()
+        prepare(frame, update, final=exact)
     if exact:
         return None
     codes, scales = integer_table.encode(frame.table, bits)
@@ -139,40 +140,34 @@ def refine(frame: Frame, iterations: int, bits: int = EXACT_BITS) -> tuple[Tenso
     return codes, scales
 
 
-def assigning(frame: Frame, index: Tensor) -> Step:
-    """What finds the nearest centroid of every token, as a round of k-means needs it, into uint8 ``[S, N]``."""
+def assign(frame: Frame, index: Tensor) -> Step:
+    """Nearest centroid of every token, as a round of k-means needs it, into uint8 ``[S, N]``."""
     layer, launch = frame.layer, _table_launch("assign_centroids", frame, tables=1)
     per_piece, pieces = layer.split(launch)
-    return assign_kernel.prepared(
-        (layer.streams, pieces), *layer.source, frame.offset, frame.exponent, frame.high, frame.bias, index, layer.tokens,
+    return assign_kernel[layer.streams, pieces](
+        *layer.source, frame.offset, frame.exponent, frame.high, frame.bias, index, layer.tokens,
         frame.centroids, per_piece, frame.rounds_are_centred, layer.channels, padded(layer.channels),
         padded(frame.centroids), **launch.options,
     )  # fmt: skip
 
 
-def adding(frame: Frame, index: Tensor) -> tuple[Step, tuple[Tensor, Tensor]]:
-    """What sums the tokens of every centroid, and its FP32 results: sums ``[S, pieces, C, D]``, numbers ``[S, pieces, C]``."""
+def add_members(frame: Frame, index: Tensor) -> tuple[tuple[Tensor, Tensor], Step]:
+    """Sums ``[S, pieces, C, D]`` and numbers ``[S, pieces, C]`` of the tokens of every centroid, FP32."""
     layer = frame.layer
     launch = LAUNCHES["sum_members" if layer.channels <= WIDE else "sum_members_wide"]
     blocks = ceil_div(frame.centroids, launch.blocks["BLOCK_C"])
     per_piece, pieces = layer.split(launch, layer.streams * blocks * ranks())
     sums = layer.empty(pieces, frame.centroids, layer.channels, dtype=torch.float32)
     counts = layer.empty(pieces, frame.centroids, dtype=torch.float32)
-    step = sum_kernel.prepared(
-        (layer.streams, pieces, blocks), *layer.source, index, sums, counts, layer.tokens, frame.centroids, per_piece,
+    step = sum_kernel[layer.streams, pieces, blocks](
+        *layer.source, index, sums, counts, layer.tokens, frame.centroids, per_piece,
         BF16_PARTS[layer.first.dtype], layer.channels, padded(layer.channels), **launch.options,
     )  # fmt: skip
-    return step, (sums, counts)
+    return (sums, counts), step
 
 
-def prepare(frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool) -> None:
+def prepare(frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool) -> list[Step]:
     """New centroids from sums and counts, and what the next assignment takes."""
-    for step in preparing(frame, update, final=final):
-        step()
-
-
-def preparing(frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool) -> list[Step]:
-    """The launches of :func:`prepare`."""
     kind = frame.kind
     if kind is FULL and update is not None:  # a full metric reads whole rows, so they must stand in memory first
         return [_table(frame, update, UNIFORM, final=False), _table(frame, None, kind, final=final)]
@@ -295,8 +290,8 @@ def _table(frame: Frame, update: tuple[Tensor, Tensor] | None, kind: tl.constexp
     sums, counts = (frame.table, frame.bias) if update is None else update
     pieces = 0 if update is None else sums.shape[1]
     wide = padded(channels)
-    return table_kernel.prepared(
-        (frame.layer.streams, ceil_div(frame.centroids, launch.blocks["ROWS"])), frame.table, frame.offset, frame.exponent,
+    return table_kernel[frame.layer.streams, ceil_div(frame.centroids, launch.blocks["ROWS"])](
+        frame.table, frame.offset, frame.exponent,
         frame.products, frame.table if frame.metric is None else frame.metric, sums, counts, frame.high, frame.low, frame.bias,
         *frame.stored, frame.layer.per_tensor, frame.centroids, pieces, update is not None, final, kind.value,
         frame.rounds_are_centred, channels, wide, BLOCK_K=min(wide, 32), **launch.options,

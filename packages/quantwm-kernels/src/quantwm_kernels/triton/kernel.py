@@ -7,8 +7,7 @@ bytes and whether an integer is 1, a multiple of 16 or too large for 32 bits. Un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from enum import IntEnum
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,19 +25,11 @@ _INTERPRETED = interpreted()
 _TAKES_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
 
 
-class Role(IntEnum):
-    """What of an argument a binary depends on."""
-
-    CONSTANT = 0
-    """Its value: a compile-time argument."""
-    WIDTH = 1
-    """Its type alone, where the kernel says so."""
-    FULL = 2
-    """Its type, and what the compiler makes of some values."""
-
-
 class Kernel:
     """A kernel of Triton, launched as ``kernel[grid](*arguments, **options)``; made by :func:`kernel`.
+
+    The call returns what launches the same again, with no look at the arguments: as long as the tensors stay where they are.
+    Compile-time arguments come behind all others.
 
     Attributes:
         function: What Triton made of the source.
@@ -48,58 +39,40 @@ class Kernel:
         self.function = function
         self.__doc__ = function.__doc__
         self.__name__, self.__module__ = function.__name__, function.__module__
-        # The interpreter keeps no parameters.
-        self._roles = [_role(each) for each in getattr(function, "params", ())]
+        # The interpreter keeps no parameters. Of a number that is not specialized, a binary depends on the type alone.
+        parameters = [each for each in getattr(function, "params", ()) if not each.is_constexpr]
+        self._specialized = [not each.do_not_specialize for each in parameters]
         self._binaries: dict[tuple[object, ...], Any] = {}
 
-    def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
+    def __getitem__(self, grid: Sequence[int]) -> Callable[..., Callable[[], object]]:
         return partial(self._launch, tuple(grid))
 
-    def prepared(self, grid: Sequence[int], *arguments: Any, **options: Any) -> Callable[[], None]:
-        """A launch that is made again and again: what it depends on is looked at once, the tensors stay where they are."""
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Callable[[], object]:
         if _INTERPRETED:
-            return partial(self.function[tuple(grid)], *arguments, **options)
-        known, passed = self._looked_at(arguments, options)
-        runs: list[Callable[..., None]] = []
-
-        def launch() -> None:
-            if runs:
-                runs[0](*passed)
-            else:
-                self._launch(tuple(grid), *arguments, **options)
-                runs.append(self._binaries[known][_whole(grid)])
-
-        return launch
-
-    def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        if _INTERPRETED:
-            self.function[grid](*arguments, **options)
-            return
-        known, passed = self._looked_at(arguments, options)
-        binary = self._binaries.get(known)
-        if binary is None:
-            self._binaries[known] = self.function[grid](*arguments, **options)
-            return
-        binary[_whole(grid)](*passed)
-
-    def _looked_at(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> tuple[tuple[object, ...], list[Any]]:
-        """What the binary of a launch is kept under, and what it is called with."""
-        key: list[object] = [torch.cuda.current_device(), *options.items()]
-        passed, constants = [], []
-        for value, role in zip(arguments, self._roles, strict=False):
+            again = partial(self.function[grid], *arguments, **options)
+            again()
+            return again
+        constants = arguments[len(self._specialized) :]
+        key: list[object] = [torch.cuda.current_device(), constants, *map(type, constants), *options.items()]
+        passed: list[Any] = []
+        for value, specialized in zip(arguments, self._specialized, strict=False):
             if isinstance(value, Tensor):
                 passed.append(self._address(value))
                 key += (value.dtype, passed[-1] % _ALIGNMENT == 0)
-            elif role is Role.CONSTANT:
-                constants.append(value)
-                key += (type(value), value)
             else:
                 passed.append(value)
-                key.append(_kind(value, role))
+                key.append(_kind(value, specialized=specialized))
+        binary = self._binaries.get(known := tuple(key))
+        compiled = binary is not None
+        if binary is None:
+            binary = self._binaries[known] = self.function[grid](*arguments, **options)
         if _TAKES_CONSTANTS:
             passed += constants
             passed += (options[name] for name in self.function.arg_names[len(arguments) :])
-        return tuple(key), passed
+        again = partial(binary[grid + (1,) * (3 - len(grid))], *passed)
+        if compiled:
+            again()
+        return again
 
     def _address(self, tensor: Tensor) -> int:
         """Where a tensor begins, which Triton would not ask twice about."""
@@ -117,20 +90,9 @@ def kernel(**settings: Any) -> Callable[[Callable[..., None]], Kernel]:
     return made
 
 
-def _whole(grid: Sequence[int]) -> tuple[int, ...]:
-    """A grid of three axes."""
-    return (*grid, *(1,) * (3 - len(grid)))
-
-
-def _role(parameter: Any) -> Role:
-    if parameter.is_constexpr:
-        return Role.CONSTANT
-    return Role.WIDTH if parameter.do_not_specialize else Role.FULL
-
-
-def _kind(value: Any, role: Role) -> object:
+def _kind(value: Any, *, specialized: bool) -> object:
     """What a binary depends on in a number that is known when it is launched."""
     if not isinstance(value, int):
         return type(value)
     wide = value > _LARGEST_INT32
-    return wide if role is Role.WIDTH else (wide, value % _ALIGNMENT == 0, value == 1)
+    return (wide, value % _ALIGNMENT == 0, value == 1) if specialized else wide

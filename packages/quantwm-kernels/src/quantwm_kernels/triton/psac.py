@@ -157,6 +157,15 @@ def _clipping_point(coefficients: Tensor, largest: Tensor) -> Tensor:
     return torch.minimum(largest, (core.CLIPPED_RMS * mean.sqrt()).float() * divisor)
 
 
+def sparse_streams(steps: Tensor, non_zero: Sequence[int]) -> list[bool]:
+    """Which streams of dense ``steps``, as :func:`laid_out` takes them, are smaller as a bitmap and values."""
+    if steps.dtype is torch.uint8:
+        return [False] * len(non_zero)
+    _, tokens, rank = steps.shape
+    dense = core.dense_size(tokens, rank)
+    return [core.sparse_size(tokens, rank, count) < dense for count in non_zero]
+
+
 def laid_out(steps: Tensor, scales: Tensor, non_zero: Sequence[int]) -> PsacCode:
     """Dense steps in the layout that is smaller for each stream, as :mod:`quantwm_core.psac` decides it.
 
@@ -166,9 +175,7 @@ def laid_out(steps: Tensor, scales: Tensor, non_zero: Sequence[int]) -> PsacCode
         non_zero: How many steps of each stream are not zero.
     """
     tokens, rank = steps.shape[1], scales.shape[-1]
-    dense = core.dense_size(tokens, rank)
-    packed = steps.dtype is torch.uint8
-    sparse = [not packed and core.sparse_size(tokens, rank, count) < dense for count in non_zero]
+    sparse = sparse_streams(steps, non_zero)
     blocks = -(-tokens // core.TOKENS_PER_COUNT)
     if not any(sparse):
         bits, whole = steps.new_empty(0, -(-tokens * rank // BITS_PER_BYTE), dtype=torch.uint8), steps

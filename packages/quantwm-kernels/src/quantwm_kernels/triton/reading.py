@@ -7,6 +7,8 @@ program along the first axis of the grid, ``row << 32 | first token``; rows are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -261,6 +263,17 @@ def read(batch: Batch, keys: Tensor, values: Tensor) -> None:
     Raises:
         DeviceError: No kernel runs where they live.
     """
+    where = (keys.data_ptr(), values.data_ptr(), keys.stride(), values.stride())
+    with on_device(keys, "workspace"):
+        if where in batch.again:
+            batch.again[where]()
+        else:
+            batch.again.clear()
+            batch.again[where] = _launched(batch, keys, values)
+
+
+def _launched(batch: Batch, keys: Tensor, values: Tensor) -> Callable[[], object]:
+    """Launch, and return what reads the same into the same places again."""
     strides = (*keys.stride()[:3], *values.stride()[:3])
     places = keys.data_ptr() | values.data_ptr()
     vectors = batch.aligned and not places % VECTOR_NBYTES
@@ -272,18 +285,17 @@ def read(batch: Batch, keys: Tensor, values: Tensor) -> None:
     if (lanes, aligned) not in batch.prepared:
         fixed = constants("KEY", batch.keys, lanes) | constants("VALUE", batch.values, lanes)
         batch.prepared[lanes, aligned] = {**fixed, "LANES": lanes, "ALIGNED": aligned, **batch.launch.options}
-    with on_device(keys, "workspace"):
-        read_kernel[batch.programs, batch.batch * batch.heads](
-            batch.table,
-            keys,
-            values,
-            batch.key_programs,
-            batch.span,
-            batch.heads,
-            FOUR_BITS,
-            *strides,
-            **batch.prepared[lanes, aligned],
-        )
+    return read_kernel[batch.programs, batch.batch * batch.heads](
+        batch.table,
+        keys,
+        values,
+        batch.key_programs,
+        batch.span,
+        batch.heads,
+        FOUR_BITS,
+        *strides,
+        **batch.prepared[lanes, aligned],
+    )
 
 
 def constants(kind: str, recipe: Recipe, lanes: int) -> dict[str, int]:

@@ -19,7 +19,7 @@ MOST_NBYTES = 64 << 20
 """Bytes of a call's tensors from which on it is not recorded: the device takes about as long as the host then."""
 
 MOST_KEPT_NBYTES = 256 << 20
-"""Bytes of tensors that recordings of a device keep copies of."""
+"""Bytes of tensors that recordings of a device keep, but for what the last one adds."""
 
 MOST_SEEN = 64
 """Calls that are remembered, recorded or not."""
@@ -34,7 +34,7 @@ class Kept:
 
     Attributes:
         pool: Memory for what is there during a replay only.
-        nbytes: Bytes of inputs of all recordings.
+        nbytes: Bytes of inputs of all recordings, and of what they make.
         last: Where the last replay had been copied out.
     """
 
@@ -65,15 +65,16 @@ class Recording:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, kept.pool, beside, capture_error_mode="thread_local"):
                 self._made = call(self._inputs)
+        self.nbytes = nbytes_of(self._inputs) + sum(nbytes_of(list(each.values())) for each in self._made)
 
     def replay(self, inputs: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         """What the call makes of other tensors, in memory of its own."""
         stream = torch.cuda.current_stream(self._inputs[0].device)
         stream.wait_event(self._kept.last)  # of a replay on another stream
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given)
+        copy_all(self._inputs, inputs)
         self._graph.replay()
-        made = [{name: tensor.clone() for name, tensor in each.items()} for each in self._made]
+        made = [{name: torch.empty_like(tensor) for name, tensor in each.items()} for each in self._made]
+        copy_all(*([tensor for each in parts for tensor in each.values()] for parts in (made, self._made)))
         self._kept.last.record(stream)
         return made
 
@@ -106,6 +107,11 @@ class Recordings:
             self._seen[known] = recording
             return call(inputs) if recording is None else recording.replay(inputs)
 
+    def nbytes(self) -> int:
+        """Bytes that recordings keep, of all devices."""
+        with self._lock:
+            return sum(each.nbytes for each in self._kept.values())
+
     def clear(self) -> None:
         """Give the memory back."""
         with self._lock:
@@ -117,18 +123,50 @@ class Recordings:
         device = inputs[0].device
         if device not in self._kept:
             self._kept[device] = Kept(torch.cuda.graph_pool_handle())
-        kept, size = self._kept[device], nbytes_of(inputs)
-        if kept.nbytes + size > MOST_KEPT_NBYTES:
+        kept = self._kept[device]
+        if kept.nbytes + nbytes_of(inputs) > MOST_KEPT_NBYTES:
             return None
         try:
             made = Recording(call, inputs, kept)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
             return None
-        kept.nbytes += size
+        kept.nbytes += made.nbytes
         return made
 
 
 RECORDINGS = Recordings()
+
+
+def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy tensors into others like them; those of a number format together, for a launch of each takes the host long.
+
+    >>> twos = [torch.zeros(2), torch.zeros(1, dtype=torch.float8_e4m3fn)]
+    >>> copy_all(twos, [torch.full_like(each, 2) for each in twos])
+    >>> twos
+    [tensor([2., 2.]), tensor([2.], dtype=torch.float8_e4m3fn)]
+    """
+    alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for pair in zip(into, tensors, strict=True):
+        # Not everywhere are numbers of eight bits copied together, but bytes are.
+        to, given = (each.view(torch.uint8) for each in pair) if pair[0].dtype is torch.float8_e4m3fn else pair
+        targets, sources = alike.setdefault(to.dtype, ([], []))
+        targets.append(to)
+        sources.append(given)
+    for targets, sources in alike.values():
+        torch._foreach_copy_(targets, sources)
+
+
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out; a recording that this ends raises another error while it is being left.
+
+    >>> ran_out_of_memory(torch.OutOfMemoryError()), ran_out_of_memory(RuntimeError("capture was invalidated"))
+    (True, False)
+    """
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__context__
+    return error is not None
 
 
 def nbytes_of(inputs: Sequence[Tensor]) -> int:

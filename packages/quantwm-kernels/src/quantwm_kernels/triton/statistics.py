@@ -6,6 +6,8 @@ that nothing overflows that the mean itself does not. Pieces of the tokens are a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -56,14 +58,17 @@ def moment_kernel(
             tl.store(own + column[None, :] * CHANNELS + row[:, None], total, mask=inside)
 
 
-@kernel(do_not_specialize=["pieces", "size"])
-def add_kernel(parts, mean, pieces, size, BLOCK: tl.constexpr):
-    """Add the pieces of a stream, in order."""
+@kernel(do_not_specialize=["pieces", "size", "share"])
+def add_kernel(parts, before, mean, pieces, size, share, FOLD: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the pieces of a stream, in order, and fold the sum into the mean of before, of which it replaces a share."""
     stream = tl.program_id(0).to(tl.int64)
     cell = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for piece in range(pieces):
         total += tl.load(parts + (stream * pieces + piece) * size + cell, mask=cell < size, other=0.0)
+    if FOLD:
+        older = tl.load(before + stream * size + cell, mask=cell < size, other=0.0)
+        total = tl.where(share < 0.5, older + share * (total - older), total - (total - older) * (1 - share))
     tl.store(mean + stream * size + cell, total, mask=cell < size)
 
 
@@ -82,7 +87,7 @@ def sensitivity_kernel(mean, weights, largest, CHANNELS: tl.constexpr, BLOCK: tl
     tl.store(weights + stream * CHANNELS + channel, tl.where(known, tl.div_rn(diagonal, divisor), 1.0), mask=inside)
 
 
-def second_moment(queries: Tensor, kv_heads: int) -> QueryMoment:
+def second_moment(queries: Tensor, kv_heads: int, before: QueryMoment | None = None) -> QueryMoment:
     """Second moment of one attention call's queries; see :func:`quantwm_kernels.statistics.second_moment`.
 
     Nothing is checked that only the device knows: a query that is no number shows in the moment, and a unit that is sealed
@@ -91,9 +96,10 @@ def second_moment(queries: Tensor, kv_heads: int) -> QueryMoment:
     Args:
         queries: BF16, FP16 or FP32 ``[B, Hq, T, D]`` of any strides.
         kv_heads: KV heads.
+        before: Of queries that are counted, too.
 
     Raises:
-        ShapeError: The query heads are not a multiple of the KV heads, or there is no query.
+        ShapeError: The query heads are not a multiple of the KV heads, there is no query, or ``before`` is of others.
         DeviceError: No kernel runs where the queries live.
     """
     if queries.ndim != 4 or queries.numel() == 0 or kv_heads < 1 or queries.shape[1] % kv_heads:
@@ -114,13 +120,9 @@ def second_moment(queries: Tensor, kv_heads: int) -> QueryMoment:
             queries, parts, *queries.stride(), kv_heads, pooled, tokens, per_piece, 1.0 / (pooled * tokens), channels,
             block, blocks, **launch.options,
         )  # fmt: skip
-        mean = parts
-        if pieces > 1:
-            mean = parts.new_empty(streams, channels, channels)
-            adder = LAUNCHES["add_moments"]
-            grid = (streams, ceil_div(channels * channels, adder.blocks["BLOCK"]))
-            add_kernel[grid](parts, mean, pieces, channels * channels, **adder.options)
-    return QueryMoment(mean.view(moment_shape(queries.shape, kv_heads)), pooled * tokens)
+        shape = moment_shape(queries.shape, kv_heads)
+        counted = QueryMoment(parts.view(shape) if pieces == 1 else parts, pooled * tokens)
+        return counted if pieces == 1 and before is None else _added(counted, pieces, shape, before)
 
 
 def merge(first: QueryMoment, second: QueryMoment, decay: float | None = None) -> QueryMoment:
@@ -130,13 +132,30 @@ def merge(first: QueryMoment, second: QueryMoment, decay: float | None = None) -
         ShapeError, ParameterError: The moments do not fit, or the decay is out of range.
     """
     core.check_decay(decay)
-    if first.mean.shape != second.mean.shape:
-        raise ShapeError(
-            f"query moments: got shapes {tuple(first.mean.shape)} and {tuple(second.mean.shape)}, need equal ones"
-        )
-    queries = first.queries + second.queries
-    share = second.queries / queries if decay is None else 1 - decay
-    return QueryMoment(torch.lerp(first.mean, second.mean, share), queries)
+    with on_device(second.mean, "query moment"):
+        return _added(second._replace(mean=second.mean.contiguous()), 1, second.mean.shape, first, decay)
+
+
+def _added(
+    parts: QueryMoment, pieces: int, shape: Sequence[int], before: QueryMoment | None, decay: float | None = None
+) -> QueryMoment:
+    """Add the pieces of a moment ``[*shape]``, each contiguous for each stream, and what was counted before."""
+    channels, adder = shape[-1], LAUNCHES["add_moments"]
+    mean = torch.empty(shape, dtype=torch.float32, device=parts.mean.device)
+    older, queries, share = mean, parts.queries, 1.0
+    if before is not None:
+        if before.mean.shape != mean.shape or before.mean.device != mean.device:
+            raise ShapeError(
+                f"query moments: got shapes {tuple(before.mean.shape)} on {before.mean.device} and {tuple(shape)} on "
+                f"{mean.device}, need equal ones"
+            )
+        older, queries = before.mean.contiguous(), before.queries + parts.queries
+        share = parts.queries / queries if decay is None else 1 - decay
+    grid = (mean.numel() // channels**2, ceil_div(channels * channels, adder.blocks["BLOCK"]))
+    add_kernel[grid](
+        parts.mean, older, mean, pieces, channels * channels, share, before is not None, **adder.options
+    )  # fmt: skip
+    return QueryMoment(mean, queries)
 
 
 def sensitivity(mean: Tensor) -> Tensor:

@@ -256,8 +256,8 @@ def _side_by_side(stacked: Tensor) -> Tensor:
 
 
 def _stacked(stream: Tensor) -> Tensor:
-    """``[B, H, N, 2 D]`` as ``[2 B, H, N, D]``."""
-    return torch.cat(stream.chunk(2, dim=-1))
+    """``[B, H, N, 2 D]`` as ``[2 B, H, N, D]``; of a batch of one without a copy."""
+    return stream.unflatten(-1, (2, -1)).movedim(-2, 0).flatten(0, 1)
 
 
 matches = HyWorld().matches
