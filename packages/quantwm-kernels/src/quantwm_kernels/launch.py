@@ -90,7 +90,7 @@ LAUNCHES: Mapping[str, Launch] = {
     "assign_centroids_streamed": Launch(warps=4, stages=2, blocks={"TILE": 64, "BLOCK_K": 32}, programs=8),
     "sum_members": Launch(warps=8, stages=3, blocks={"TILE": 64, "BLOCK_C": 256}, programs=1),
     "sum_members_wide": Launch(warps=8, stages=2, blocks={"TILE": 32, "BLOCK_C": 64}, programs=4),
-    "choose_centroids": Launch(blocks={"TILE": 32}, programs=32),
+    "choose_centroids": Launch(blocks={"TILE": 32}, programs=32, registers=96),
     "group_ranges": Launch(blocks={"TILE": 32}, programs=16),
     "encode_groups": Launch(warps=8, blocks={"TILE": 64}, registers=128),
     "decode_groups": Launch(blocks={"TILE": 32}),

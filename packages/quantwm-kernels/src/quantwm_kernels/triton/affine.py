@@ -104,14 +104,21 @@ def quotient(number, divisor, reciprocal):
 
 @triton.jit
 def group_range(grouped):
-    """Lowest and highest value of groups along the last of three axes, zero included.
+    """Lowest and highest value of groups along the last of three axes, zero included."""
+    return range_of(grouped, grouped)
+
+
+@triton.jit
+def range_of(left, right):
+    """The same of groups of which two halves are given.
 
     By their bits, of which a GPU compares three at once: as signed integers positive numbers are in order and above all
     negative ones, as unsigned integers negative numbers are, the lowest last.
     """
-    high = tl.maximum(tl.max(grouped.to(tl.int32, bitcast=True), axis=2), 0)
-    low = tl.max(grouped.to(tl.uint32, bitcast=True), axis=2).to(tl.float32, bitcast=True)
-    return tl.minimum(low, 0.0), high.to(tl.float32, bitcast=True)
+    signed = tl.maximum(left.to(tl.int32, bitcast=True), right.to(tl.int32, bitcast=True))
+    unsigned = tl.maximum(left.to(tl.uint32, bitcast=True), right.to(tl.uint32, bitcast=True))
+    low = tl.max(unsigned, axis=2).to(tl.float32, bitcast=True)
+    return tl.minimum(low, 0.0), tl.maximum(tl.max(signed, axis=2), 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit

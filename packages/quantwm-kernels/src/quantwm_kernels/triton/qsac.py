@@ -16,22 +16,34 @@ from quantwm_kernels.codebook import Metric
 from quantwm_kernels.launch import LAUNCHES, on_device
 from quantwm_kernels.qsac import choice_shape
 from quantwm_kernels.triton import affine, codebook
-from quantwm_kernels.triton.affine import group_range
+from quantwm_kernels.triton.affine import range_of
 from quantwm_kernels.triton.arithmetic import magnitude_bits, scaled
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Pair, of_pair, rows_of
 
+# Groups of more channels are taken in halves: fewer threads share a group then, which must agree on its range.
+NARROW: tl.constexpr = tl.constexpr(32)
 # Neighbouring channels that a thread holds, whose maximum needs no exchange.
 LANES: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
-def candidate(stored, candidates, rank, wanted, token, tokens, channel, inside, CHANNELS: tl.constexpr):
+def both_halves(rows, offset, channel, first, second, SECOND: tl.constexpr):
+    """What stands at the channels of both halves of groups; twice the same where they are not halved."""
+    place = rows + offset + channel
+    number = tl.load(place, mask=first, other=0.0)
+    return number, tl.load(place + SECOND, mask=second, other=0.0)
+
+
+@triton.jit
+def candidate(stored, candidates, rank, wanted, inside, channel, first, second, CHANNELS: tl.constexpr,
+              SECOND: tl.constexpr):  # fmt: skip
     """Index and centroid of the candidate of a rank of every token, if that is wanted."""
     asked = rank < wanted
-    index = tl.load(candidates + rank, mask=(token < tokens) & asked, other=0)
-    place = stored + index.to(tl.int32)[:, None, None] * CHANNELS + channel
-    return index, tl.load(place, mask=inside & asked, other=0.0)
+    index = tl.load(candidates + rank, mask=inside & asked, other=0)
+    offset = index.to(tl.int32)[:, None, None] * CHANNELS
+    near, far = both_halves(stored, offset, channel, first & asked, second & asked, SECOND)
+    return index, near, far
 
 
 @kernel(do_not_specialize=["tokens", "per_piece", "centroids", "ranks", "first_ranks", "second_ranks"])
@@ -43,42 +55,57 @@ def choose_kernel(
     """Chosen centroid of every token of a piece, and the largest range of a group that is left."""
     stream, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
-    group, lane = tl.arange(0, GROUPS_2)[None, :, None], tl.arange(0, GROUP_2)[None, None, :]
+    HALF: tl.constexpr = GROUP_2 // 2 if GROUP_2 > NARROW else GROUP_2
+    SECOND: tl.constexpr = GROUP_2 - HALF
+    PARTS: tl.constexpr = HALF // min(HALF, LANES)
+    group, lane = tl.arange(0, GROUPS_2)[None, :, None], tl.arange(0, HALF)[None, None, :]
     channel = group * GROUP + lane
-    known = (channel < CHANNELS) & (lane < GROUP)
-    weight = tl.sum(tl.load(sensitivity + stream * CHANNELS + channel, mask=known, other=0.0), axis=2)
+    near, far = (channel < CHANNELS) & (lane < GROUP), (channel + SECOND < CHANNELS) & (lane + SECOND < GROUP)
+    weight = group_weights(sensitivity + stream * CHANNELS, group, CHANNELS, GROUP, GROUP_2)
     shift = tl.load(exponent + stream)
     wanted = tl.where(stream < per_tensor, first_ranks, second_ranks)
     own = stream % per_tensor
     stored = of_pair(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
     index = of_pair(first_index, second_index, stream, per_tensor) + own * tokens
-    PARTS: tl.constexpr = GROUP_2 // min(GROUP_2, LANES)
     widest, highest = tl.zeros((TILE, GROUPS_2), tl.float32), tl.zeros((TILE, GROUPS_2, PARTS), tl.int32)
     for start in range(piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece), TILE):
         token = start + tl.arange(0, TILE)
-        inside = (token < tokens)[:, None, None] & known
-        place = token.to(tl.int64)[:, None, None] * token_stride + channel
-        number = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
-        lanes = tl.reshape(magnitude_bits(number), (TILE, GROUPS_2, PARTS, GROUP_2 // PARTS))
-        highest = tl.maximum(highest, tl.max(lanes, axis=3))
+        inside = token < tokens
+        nearer, farther = inside[:, None, None] & near, inside[:, None, None] & far
+        offset = token.to(tl.int64)[:, None, None] * token_stride
+        left, right = both_halves(rows, offset, channel, nearer, farther, SECOND)
+        left, right = left.to(tl.float32), right.to(tl.float32)
+        bits = tl.maximum(magnitude_bits(left), magnitude_bits(right))
+        highest = tl.maximum(highest, tl.max(tl.reshape(bits, (TILE, GROUPS_2, PARTS, HALF // PARTS)), axis=3))
         candidates = found + (stream * tokens + token) * ranks
-        best, centroid = candidate(stored, candidates, 0, wanted, token, tokens, channel, inside, CHANNELS)
-        following, ahead = best, centroid
-        cost, span = tl.full((TILE,), float("inf"), tl.float32), tl.zeros((TILE, GROUPS_2), tl.float32)
+        following, left_ahead, right_ahead = candidate(
+            stored, candidates, 0, wanted, inside, channel, nearer, farther, CHANNELS, SECOND
+        )
+        best, cost, span = following, tl.full((TILE,), float("inf"), tl.float32), tl.zeros((TILE, GROUPS_2), tl.float32)
         for rank in range(wanted):  # asked for a candidate ahead, it has come in time
-            other, centroid = following, ahead
-            following, ahead = candidate(stored, candidates, rank + 1, wanted, token, tokens, channel, inside, CHANNELS)
-            low, high = group_range(number - centroid.to(tl.float32))
+            other, left_centroid, right_centroid = following, left_ahead, right_ahead
+            following, left_ahead, right_ahead = candidate(
+                stored, candidates, rank + 1, wanted, inside, channel, nearer, farther, CHANNELS, SECOND
+            )
+            low, high = range_of(left - left_centroid.to(tl.float32), right - right_centroid.to(tl.float32))
             relative = scaled(high - low, -shift)
             other_cost = tl.sum(weight * (relative * relative), axis=1)
             better = (other_cost < cost) | (rank == 0)
             cost = tl.where(better, other_cost, cost)
             best = tl.where(better, other, best)
             span = tl.where(better[:, None], high - low, span)
-        tl.store(index + token, best, mask=token < tokens)
+        tl.store(index + token, best, mask=inside)
         widest = tl.maximum(widest, span)
     tl.store(largest + stream * tl.num_programs(1) + piece, tl.max(widest))
     tl.atomic_max(magnitudes + stream, tl.max(highest))
+
+
+@triton.jit
+def group_weights(sensitivity, group, CHANNELS: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr):
+    """``W_g`` of every group, FP32 ``[1, GROUPS_2]``."""
+    lane = tl.arange(0, GROUP_2)[None, None, :]
+    channel = group * GROUP + lane
+    return tl.sum(tl.load(sensitivity + channel, mask=(channel < CHANNELS) & (lane < GROUP), other=0.0), axis=2)
 
 
 def choose_layer(
