@@ -241,13 +241,15 @@ def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) 
         raise ParameterError(f"quantwm rank {method.rank}: need at most {channels}, the head dimension")
     layer = Layer.of(*(job.exact for job in jobs))
     known = moment if keys else None
-    directions = _Directions(known.mean, method.rank) if known is not None and method.rank else None
+    begun = _now(layer.first.device)
     weights, metric = _metric(layer, method, known, status)
     warm = [table.flatten(0, 1) for table in map(_warm, jobs) if table is not None]
     rows = _rows(method, tokens)
     frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None)
     coded = codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations, method.centroid_bits)
     candidates = min(method.candidates, rows) if keys else 1
+    # Behind the rounds, whose launches a device is waiting for, but not after them.
+    directions = _Directions(known.mean, method.rank, begun) if known is not None and method.rank else None
     nearest = codebook.rank(frame, candidates, 1)
     index, largest = qsac.choose_layer(frame, nearest, group, weights, candidates, 1, status[Status.MAGNITUDE])
     along = None if directions is None else Projection.onto(directions.matrix(), tokens)
@@ -274,14 +276,20 @@ class _Directions:
 
     Few programs take long over them, so they would leave a device idle.
 
+    Args:
+        mean: FP32 ``[B, H, D, D]``.
+        rank: How many.
+        begun: Behind what they are found; None where there is no device.
+
     Attributes:
         basis, energies: As :func:`quantwm_kernels.triton.statistics.principal_basis` returns them.
     """
 
-    def __init__(self, mean: Tensor, rank: int) -> None:
-        self._stream = _beside(mean.device) if mean.is_cuda else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(mean.device))
+    def __init__(self, mean: Tensor, rank: int, begun: torch.cuda.Event | None) -> None:
+        self._stream = None
+        if begun is not None:
+            self._stream = _beside(mean.device)
+            self._stream.wait_event(begun)
         with torch.cuda.stream(self._stream):
             self.basis, self.energies = statistics.principal_basis(mean, rank)
             self._matrix = psac.projection_of(self.basis.flatten(0, 1))
@@ -294,6 +302,11 @@ class _Directions:
             for each in (self.basis, self.energies, self._matrix):
                 each.record_stream(caller)
         return self._matrix
+
+
+def _now(device: torch.device) -> torch.cuda.Event | None:
+    """An event of the current stream of a CUDA device."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def _beside(device: torch.device) -> torch.cuda.Stream:
