@@ -37,6 +37,8 @@ LIFT: tl.constexpr = tl.constexpr(2.0**64)
 SIGN: tl.constexpr = tl.constexpr(-(2**31))
 FOUR: tl.constexpr = tl.constexpr(0x40800000)
 LEAST_CHANNELS = 16
+# Groups of more channels are taken in halves: fewer threads share a group then, and find out the same about it.
+NARROW: tl.constexpr = tl.constexpr(32)
 # Shares of a range that are tried differ by as much.
 EIGHTH: tl.constexpr = tl.constexpr(core.FRACTIONS[0] - core.FRACTIONS[1])
 
@@ -122,20 +124,34 @@ def range_of(left, right):
 
 
 @triton.jit
+def both_halves(rows, offset, channel, first, second, SECOND: tl.constexpr):
+    """What stands at the channels of both halves of groups; twice the same where they are not halved."""
+    place = rows + offset + channel
+    number = tl.load(place, mask=first, other=0.0)
+    return number, tl.load(place + SECOND, mask=second, other=0.0)
+
+
+@triton.jit
 def step_of_range(span):
     """Scale of groups that span so much."""
     return quotient(span, LEVELS * 1.0, 1.0 / LEVELS)
 
 
 @triton.jit
-def on_grid(residual, low, span, super_scale, reciprocal):
-    """Stored scale, step and zero-point of grids that start at ``low`` and have steps of ``span``, and the codes on them."""
+def grid_of(low, span, super_scale, reciprocal):
+    """Stored scale, step and zero-point of groups that start at ``low`` and have steps of ``span``, and bounds of their codes."""
     bits = stored_ratio(span, quotient(span, super_scale, reciprocal))
     step = step_of(bits, super_scale)
     zero, lower, middle, upper = code_bounds(low, tl.where(step > 0, step, 1.0))
+    return bits, step, zero, lower, middle, upper
+
+
+@triton.jit
+def codes_of(residual, lower, middle, upper):
+    """int32 codes of residuals ``[.., groups, channels]`` between the bounds of their groups."""
     above = residual >= middle[:, :, None]
     bound = tl.where(above, upper[:, :, None], lower[:, :, None])
-    return bits, step, zero, tl.where(above, 2, 0) + (residual >= bound).to(tl.int32)
+    return tl.where(above, 2, 0) + (residual >= bound).to(tl.int32)
 
 
 @triton.jit
@@ -146,32 +162,42 @@ def restored_residual(code, step, zero):
 
 
 @triton.jit
-def squared_error(residual, step, zero, code, shift):
+def squared_error(residual, step, zero, lower, middle, upper, shift):
     """Of each group, scaled by a power of two."""
-    lost = scaled(residual - restored_residual(code, step, zero), shift)
+    restored = restored_residual(codes_of(residual, lower, middle, upper), step, zero)
+    lost = scaled(residual - restored, shift)
     return tl.sum(lost * lost, axis=2)
 
 
 @triton.jit
-def searched_grid(residual, super_scale, reciprocal, CANDIDATES: tl.constexpr):
-    """What :func:`on_grid` returns for the share of each group's range that loses least."""
-    low, high = group_range(residual)
+def searched_grid(left, right, super_scale, reciprocal, CANDIDATES: tl.constexpr, HALVED: tl.constexpr):
+    """What :func:`grid_of` returns for the share of each group's range that loses least."""
+    low, high = range_of(left, right)
     span = step_of_range(high - low)
-    bits, step, zero, code = on_grid(residual, low, span, super_scale, reciprocal)
+    bits, step, zero, lower, middle, upper = grid_of(low, span, super_scale, reciprocal)
     if CANDIDATES > 1:
         shift = -frexp_exponent(magnitude_bits(super_scale))[:, :, None]
-        least = squared_error(residual, step, zero, code, shift)
+        least = squared_error(left, step, zero, lower, middle, upper, shift)
+        if HALVED:
+            least += squared_error(right, step, zero, lower, middle, upper, shift)
         for number in tl.static_range(1, CANDIDATES):
             fraction = 1.0 - number * EIGHTH
-            other_bits, other_step, other_zero, other = on_grid(
-                residual, low * fraction, span * fraction, super_scale, reciprocal
+            bits_2, step_2, zero_2, lower_2, middle_2, upper_2 = grid_of(
+                low * fraction, span * fraction, super_scale, reciprocal
             )
-            lost = squared_error(residual, other_step, other_zero, other, shift)
+            lost = squared_error(left, step_2, zero_2, lower_2, middle_2, upper_2, shift)
+            if HALVED:
+                lost += squared_error(right, step_2, zero_2, lower_2, middle_2, upper_2, shift)
             better = lost < least
             least = tl.where(better, lost, least)
-            bits, step = tl.where(better, other_bits, bits), tl.where(better, other_step, step)
-            zero, code = tl.where(better, other_zero, zero), tl.where(better[:, :, None], other, code)
-    return bits, step, zero, code
+            bits, step, zero = (
+                tl.where(better, bits_2, bits),
+                tl.where(better, step_2, step),
+                tl.where(better, zero_2, zero),
+            )
+            lower, middle = tl.where(better, lower_2, lower), tl.where(better, middle_2, middle)
+            upper = tl.where(better, upper_2, upper)
+    return bits, step, zero, lower, middle, upper
 
 
 @triton.jit
@@ -183,11 +209,11 @@ def packed_rows(codes, ROWS: tl.constexpr, BYTES: tl.constexpr):
 
 
 @triton.jit
-def store_codes(codes, code, row, cell, group, CHANNELS: tl.constexpr, GROUP: tl.constexpr, GROUPS_2: tl.constexpr,
-                GROUP_2: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """Pack and store int32 codes ``[TILE, GROUPS_2, GROUP_2]`` of rows ``[TILE]``."""
-    QUADS: tl.constexpr = GROUP_2 // CODES_PER_BYTE
-    quad = tl.arange(0, QUADS)[None, None, :]
+def store_codes(codes, code, row, cell, group, FIRST: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+                GROUPS_2: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Pack and store int32 codes ``[TILE, GROUPS_2, LANES]`` of rows ``[TILE]``, which begin ``FIRST`` channels into a group."""
+    QUADS: tl.constexpr = LANES // CODES_PER_BYTE
+    quad = FIRST // CODES_PER_BYTE + tl.arange(0, QUADS)[None, None, :]
     byte = tl.reshape(packed_rows(code, TILE * GROUPS_2, QUADS), (TILE, GROUPS_2, QUADS))
     place = row[:, None, None] * (CHANNELS // CODES_PER_BYTE) + group[None, :, None] * (GROUP // CODES_PER_BYTE) + quad
     tl.store(codes + place, byte.to(tl.uint8), mask=cell[:, :, None] & (quad < GROUP // CODES_PER_BYTE))
@@ -203,19 +229,17 @@ def store_zero_points(zero_points, zero, block, size, GROUPS_2: tl.constexpr, TI
 
 
 @triton.jit
-def store_coefficients(coefficients, peaks, error, projection, channel, known, row, inside, RANK: tl.constexpr,
-                       RANK_2: tl.constexpr):  # fmt: skip
-    """Store ``error @ projection`` of rows, both in two parts of BF16, and the largest magnitude along each direction."""
-    direction = tl.arange(0, RANK_2)
-    source = projection + channel[:, None] * RANK + direction[None, :]
-    matrix = tl.load(source, mask=known[:, None] & (direction[None, :] < RANK), other=0.0)
-    near, close = to_bf16(error), to_bf16(matrix)
-    share = product(to_bf16(error - near.to(tl.float32)), close, tl.zeros((error.shape[0], RANK_2), tl.float32))
+def projected(error, projection, channel, known, share, RANK: tl.constexpr, RANK_2: tl.constexpr):
+    """``share + error @ projection`` of errors ``[TILE, groups, lanes]``, both in two parts of BF16."""
+    WIDE: tl.constexpr = error.shape[1] * error.shape[2]
+    flat, exists = tl.reshape(channel, (WIDE, 1)), tl.reshape(known, (WIDE, 1))
+    direction = tl.arange(0, RANK_2)[None, :]
+    matrix = tl.load(projection + flat * RANK + direction, mask=exists & (direction < RANK), other=0.0)
+    lost = tl.reshape(error, (error.shape[0], WIDE))
+    near, close = to_bf16(lost), to_bf16(matrix)
+    share = product(to_bf16(lost - near.to(tl.float32)), close, share)
     share = product(near, to_bf16(matrix - close.to(tl.float32)), share)
-    share = product(near, close, share)
-    present = inside[:, None] & (direction[None, :] < RANK)
-    tl.store(coefficients + row[:, None] * RANK + direction[None, :], share, mask=present)
-    tl.store(peaks + direction, tl.max(tl.abs(share), axis=0), mask=direction < RANK)
+    return product(near, close, share)
 
 
 @kernel(do_not_specialize=["tokens", "per_piece"])
@@ -251,20 +275,24 @@ def encode_kernel(
     stream, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
     GROUPS: tl.constexpr = CHANNELS // GROUP
+    HALF: tl.constexpr = GROUP_2 // 2 if GROUP_2 > NARROW and not FED else GROUP_2
+    SECOND: tl.constexpr = GROUP_2 - HALF
     own, token = stream % per_tensor, block * TILE + tl.arange(0, TILE)
-    group, lane = tl.arange(0, GROUPS_2), tl.arange(0, GROUP_2)
+    group, lane = tl.arange(0, GROUPS_2), tl.arange(0, HALF)
     channel = group[:, None] * GROUP + lane[None, :]
-    known = (group[:, None] < GROUPS) & (lane[None, :] < GROUP)
-    inside = (token < tokens)[:, None, None] & known[None, :, :]
-    place = token.to(tl.int64)[:, None, None] * token_stride + channel[None, :, :]
-    number = tl.load(rows + place, mask=inside, other=0.0)
-    residual = number.to(tl.float32)
+    near = (group[:, None] < GROUPS) & (lane[None, :] < GROUP)
+    far = (group[:, None] < GROUPS) & (lane[None, :] + SECOND < GROUP)
+    inside = token < tokens
+    nearer, farther = inside[:, None, None] & near[None, :, :], inside[:, None, None] & far[None, :, :]
+    offset = token.to(tl.int64)[:, None, None] * token_stride
+    left, right = both_halves(rows, offset, channel[None, :, :], nearer, farther, SECOND)
+    left, right = left.to(tl.float32), right.to(tl.float32)
     if CLUSTERED:
         index = of_pair(first_index, second_index, stream, per_tensor) + own * tokens
         stored = of_pair(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
-        nearest = tl.load(index + token, mask=token < tokens, other=0).to(tl.int32) * CHANNELS
-        centroid = tl.load(stored + (nearest[:, None, None] + channel[None, :, :]), mask=inside, other=0.0)
-        residual -= centroid.to(tl.float32)
+        nearest = tl.load(index + token, mask=inside, other=0).to(tl.int32)[:, None, None] * CHANNELS
+        left_centroid, right_centroid = both_halves(stored, nearest, channel[None, :, :], nearer, farther, SECOND)
+        left, right = left - left_centroid.to(tl.float32), right - right_centroid.to(tl.float32)
     piece = tl.arange(0, PIECES)
     span = tl.max(tl.load(largest + stream * pieces + piece, mask=piece < pieces, other=0.0), keep_dims=True)
     super_scale = super_scale_of(step_of_range(span))
@@ -272,17 +300,21 @@ def encode_kernel(
     tl.store(super_scales, super_scale, mask=(tl.arange(0, 1) + block) == 0)
     super_scale = super_scale[:, None]
     reciprocal = tl.div_rn(tl.full((1, 1), 1.0, tl.float32), super_scale)
-    bits, step, zero, code = searched_grid(residual, super_scale, reciprocal, CANDIDATES)
+    bits, step, zero, lower, middle, upper = searched_grid(left, right, super_scale, reciprocal, CANDIDATES, SECOND > 0)
+    code = codes_of(left, lower, middle, upper)
     if FED:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
         if stream < fed_streams:
             own_matrix = matrix + stream * CHANNELS * CHANNELS
-            code = refined(residual, step, zero, own_matrix, channel, group, known, CHANNELS, GROUP).to(tl.int32)
+            code = refined(left, step, zero, own_matrix, channel, group, near, CHANNELS, GROUP).to(tl.int32)
     row = own * tokens + token
-    cell = (token < tokens)[:, None] & (group[None, :] < GROUPS)
+    cell = inside[:, None] & (group[None, :] < GROUPS)
     scales = of_pair(first_scales, second_scales, stream, per_tensor)
     tl.store(scales + row[:, None] * GROUPS + group[None, :], bits.to(tl.uint8), mask=cell)
     codes = of_pair(first_codes, second_codes, stream, per_tensor)
-    store_codes(codes, code, row, cell, group, CHANNELS, GROUP, GROUPS_2, GROUP_2, TILE)
+    store_codes(codes, code, row, cell, group, 0, CHANNELS, GROUP, GROUPS_2, HALF, TILE)
+    if SECOND > 0:
+        right_code = codes_of(right, lower, middle, upper)
+        store_codes(codes, right_code, row, cell, group, SECOND, CHANNELS, GROUP, GROUPS_2, HALF, TILE)
     zero_points = of_pair(first_zeros, second_zeros, stream, per_tensor)
     if GROUPS == GROUPS_2:
         store_zero_points(zero_points + own * zero_bytes, zero, block, zero_bytes, GROUPS_2, TILE)
@@ -290,13 +322,18 @@ def encode_kernel(
         tl.store(zero_points + row[:, None] * GROUPS + group[None, :], zero.to(tl.uint8), mask=cell)
     if RANK > 0:  # noqa: SIM102 - known when compiled
         if stream < projected_streams:
-            lost = tl.reshape(residual - restored_residual(code, step, zero), (TILE, GROUPS_2 * GROUP_2))
-            flat, exists = tl.reshape(channel, (GROUPS_2 * GROUP_2,)), tl.reshape(known, (GROUPS_2 * GROUP_2,))
+            source = projection + stream * CHANNELS * RANK
+            share = tl.zeros((TILE, RANK_2), tl.float32)
+            lost = left - restored_residual(code, step, zero)
+            share = projected(lost, source, channel, near, share, RANK, RANK_2)
+            if SECOND > 0:
+                lost = right - restored_residual(right_code, step, zero)
+                share = projected(lost, source + SECOND * RANK, channel, far, share, RANK, RANK_2)
+            direction = tl.arange(0, RANK_2)
+            present = inside[:, None] & (direction[None, :] < RANK)
+            tl.store(coefficients + row[:, None] * RANK + direction[None, :], share, mask=present)
             summit = peaks + (stream * tl.num_programs(1) + block) * RANK
-            store_coefficients(
-                coefficients, summit, lost, projection + stream * CHANNELS * RANK, flat, exists, row, token < tokens,
-                RANK, RANK_2,
-            )  # fmt: skip
+            tl.store(summit + direction, tl.max(tl.abs(share), axis=0), mask=direction < RANK)
 
 
 @kernel(do_not_specialize=["tokens", "start", "stop", "zero_bytes"])

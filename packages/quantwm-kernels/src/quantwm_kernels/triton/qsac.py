@@ -16,23 +16,13 @@ from quantwm_kernels.codebook import Metric
 from quantwm_kernels.launch import LAUNCHES, on_device
 from quantwm_kernels.qsac import choice_shape
 from quantwm_kernels.triton import affine, codebook
-from quantwm_kernels.triton.affine import range_of
+from quantwm_kernels.triton.affine import NARROW, both_halves, range_of
 from quantwm_kernels.triton.arithmetic import magnitude_bits, scaled
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Pair, of_pair, rows_of
 
-# Groups of more channels are taken in halves: fewer threads share a group then, which must agree on its range.
-NARROW: tl.constexpr = tl.constexpr(32)
 # Neighbouring channels that a thread holds, whose maximum needs no exchange.
 LANES: tl.constexpr = tl.constexpr(8)
-
-
-@triton.jit
-def both_halves(rows, offset, channel, first, second, SECOND: tl.constexpr):
-    """What stands at the channels of both halves of groups; twice the same where they are not halved."""
-    place = rows + offset + channel
-    number = tl.load(place, mask=first, other=0.0)
-    return number, tl.load(place + SECOND, mask=second, other=0.0)
 
 
 @triton.jit

@@ -55,7 +55,7 @@ def encode_kernel(
     code = tl.where((step > 0)[:, :, None], code, 1)
     row = own * tokens + token
     tl.store(scales + row[:, None] * GROUPS + group[None, :], bits.to(tl.uint8), mask=cell)
-    store_codes(codes, code, row, cell, group, CHANNELS, GROUP, GROUPS_2, GROUP_2, TILE)
+    store_codes(codes, code, row, cell, group, 0, CHANNELS, GROUP, GROUPS_2, GROUP_2, TILE)
 
 
 def encode_layer(layer: Layer, group_size: int, residual: Residual) -> SymmetricCode:
