@@ -16,8 +16,8 @@ from quantwm_kernels.codebook import Metric
 from quantwm_kernels.launch import LAUNCHES, on_device
 from quantwm_kernels.qsac import choice_shape
 from quantwm_kernels.triton import affine, codebook
-from quantwm_kernels.triton.affine import NARROW, both_halves, range_of
 from quantwm_kernels.triton.arithmetic import magnitude_bits, scaled
+from quantwm_kernels.triton.grid import NARROW, both_halves, range_of
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Pair, of_pair, rows_of
 
