@@ -87,6 +87,18 @@ def test_the_first_half_may_be_reused_by_the_host_before_the_second_comes() -> N
     assert torch.equal(keys[:, 0:16].tensor(), tokens(0))
 
 
+def test_halves_of_any_strides_lie_alike_in_the_cache() -> None:
+    cache = LayerCache("bf16")
+    keys, values = pair(cache, (1, 64, 2, 16))
+    turned, whole = torch.randn(1, 2, CHUNK, 16).bfloat16(), torch.randn(1, CHUNK, 2, 48).bfloat16()
+    keys[:, :CHUNK], values[:, :CHUNK] = turned.transpose(1, 2), whole[..., 16:32]
+    (held,) = cache.contents.exact
+    assert held.keys.stride() == held.values.stride()
+    assert held.keys.transpose(1, 2).is_contiguous()
+    assert torch.equal(held.keys, turned)
+    assert torch.equal(held.values, whole[..., 16:32].transpose(1, 2))
+
+
 def test_denoising_steps_overwrite_and_the_next_chunk_seals() -> None:
     keys, values, cache = stores("rtn")
     for seed in (1, 2, 3):

@@ -188,6 +188,7 @@ def test_token_major_memory_gives_contiguous_host_layout() -> None:
     assert keys.transpose(1, 2).is_contiguous()
     assert values.transpose(1, 2).is_contiguous()
     assert bits(keys) == bits(other.read(3, 60)[0])
+    assert cache.read(48, 64)[0].stride() == torch.empty(1, 16, 2, 16).transpose(1, 2).stride()
 
 
 def test_memory_grows_with_room_to_spare_and_other_shapes_get_their_own() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -58,6 +58,10 @@ class Launch:
         >>> Launch(warps=2, blocks={"BLOCK": 64}).options
         {'BLOCK': 64, 'num_warps': 2, 'num_stages': 1, 'enable_fp_fusion': False}
         """
+        return dict(self._options)
+
+    @cached_property
+    def _options(self) -> Mapping[str, int | bool]:
         return {**self.blocks, **self.compiler_options}
 
     @property

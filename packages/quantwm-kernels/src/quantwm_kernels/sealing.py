@@ -13,8 +13,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -96,6 +97,11 @@ class Draft:
     streams: tuple[int, int]
     later: Callable[[], Mapping[str, Tensor]] | None = None
 
+    @cached_property
+    def readable(self) -> SealedTensor:
+        """The tensor as the kernels write it."""
+        return SealedTensor(self.method, self.parameters, self.shape, self.arrays)
+
 
 class PendingTensors:
     """Tensors whose kernels were launched together.
@@ -124,8 +130,7 @@ class PendingTensors:
         """
         if any(draft.later is not None for draft in self._drafts):
             return None
-        made = (SealedTensor(each.method, each.parameters, each.shape, each.arrays) for each in self._drafts)
-        return self._sealed or tuple(made)
+        return self._sealed or tuple(draft.readable for draft in self._drafts)
 
     def wait(self) -> tuple[SealedTensor, ...]:
         """Wait for the status and return the sealed tensors, in the order in which they were given.
@@ -234,18 +239,18 @@ def _finished(draft: Draft, status: Sequence[Sequence[int]]) -> SealedTensor:
             f"{draft.label}: the queries that it is sealed with hold NaN, infinite numbers or numbers beyond 2**60; "
             "their moment cannot be repaired, so begin the cache anew"
         )
-    arrays = dict(draft.arrays if draft.later is None else draft.later())
-    if "coefficients" in arrays:
-        arrays |= _laid_out(arrays, rows[Status.NON_ZERO], draft.shape)
-    return SealedTensor(draft.method, draft.parameters, draft.shape, arrays)
+    if draft.later is not None:
+        return SealedTensor(draft.method, draft.parameters, draft.shape, dict(draft.later()))
+    parts = _laid_out(draft.arrays, rows[Status.NON_ZERO], draft.shape) if "coefficients" in draft.arrays else {}
+    return replace(draft.readable, arrays={**draft.arrays, **parts}) if parts else draft.readable
 
 
 def _laid_out(arrays: Mapping[str, Tensor], non_zero: Sequence[int], shape: Sequence[int]) -> dict[str, Tensor]:
-    """Coefficients and their layout under the names that they bear in a sealed tensor; an empty part is absent."""
+    """Coefficients and their layout under the names that they bear in a sealed tensor, an empty part absent; none if all are dense."""
     from quantwm_kernels.triton.psac import laid_out, sparse_streams  # noqa: PLC0415 - Triton is needed on a GPU only
 
     if not any(sparse_streams(arrays["coefficients"], non_zero)):
-        return {"coefficients": arrays["coefficients"]}
+        return {}
     code: PsacCode = laid_out(arrays["coefficients"], arrays["coefficient_scales"], non_zero)
     parts = {
         "coefficients": code.dense,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 from quantwm_core.stream import Stream
 from quantwm_kernels.reading import ReadPlan
@@ -89,10 +90,13 @@ class Reads:
         missing = parts[kept:]
         with staged(missing) as there:
             self.plan(contents, missing, there).into(*self.workspace.part(missing[0].place, missing[-1].end))
-        for part, exact_keys, exact_values in contents.plain(missing):
-            keys, values = self.workspace.part(part.place, part.end)
-            keys.copy_(exact_keys)
-            values.copy_(exact_values)
+        places: list[Tensor] = []
+        exact: list[Tensor] = []
+        for part, *pair in contents.plain(missing):
+            places += self.workspace.part(part.place, part.end)
+            exact += pair
+        if exact:
+            torch._foreach_copy_(places, exact)  # in one launch, where they lie alike
         self.workspace.holds(segments)
         self._watch.stop(begun)
 

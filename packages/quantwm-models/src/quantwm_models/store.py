@@ -110,8 +110,8 @@ class Store(Sized):
                 f"{self}: slots {slots.start} to {slots.stop} were set to a tensor of shape {list(tensor.shape)}, "
                 f"need {[batch, slots.tokens, heads, channels]}"
             )
-        # The host may reuse its memory before the other half comes.
-        return Write(slots, tensor.transpose(1, 2).clone())
+        # The host may reuse its memory before the other half comes. Keys and values laid out alike are sealed together as they lie.
+        return Write(slots, tensor.clone(memory_format=torch.contiguous_format).transpose(1, 2))
 
     def detach(self) -> Store:
         """Itself; it never records gradients."""

@@ -124,11 +124,15 @@ class Workspace:
             raise StateError(f"tokens {start} to {stop} of a workspace without memory; ask for a view first")
         # A view outlives the mode that it was made in.
         with torch.inference_mode(False), torch.no_grad():
-            first, second = (
-                buffer[:, start:stop].transpose(1, 2) if self.token_major else buffer[:, :, start:stop]
-                for buffer in self._buffers
-            )
+            first, second = (self._cut(buffer, start, stop) for buffer in self._buffers)
         return first, second
+
+    def _cut(self, buffer: Tensor, start: int, stop: int) -> Tensor:
+        if not self.token_major:
+            return buffer[:, :, start:stop]
+        # The stride of a batch of one says nothing, but should be that of a tensor of these tokens alone.
+        tokens = buffer[0, start:stop][None] if len(buffer) == 1 else buffer[:, start:stop]
+        return tokens.transpose(1, 2)
 
     def _allocate(self, shape: tuple[int, int, int], capacity: int, device: torch.device) -> Tensor:
         batch, heads, channels = shape

@@ -57,11 +57,19 @@ class Kernel:
         passed: list[Any] = []
         for value, specialized in zip(arguments, self._specialized, strict=False):
             if isinstance(value, Tensor):
-                passed.append(self._address(value))
-                key += (value.dtype, passed[-1] % _ALIGNMENT == 0)
+                if not value.is_cuda:
+                    raise DeviceError(
+                        f"{self.__name__}: an argument lives on {value.device}; move it with tensor.cuda()"
+                    )
+                address = value.data_ptr()  # which Triton would ask twice about
+                passed.append(address)
+                key += (value.dtype, address % _ALIGNMENT == 0)
+            elif specialized or not isinstance(value, int):
+                passed.append(value)
+                key.append(_kind(value))
             else:
                 passed.append(value)
-                key.append(_kind(value, specialized=specialized))
+                key.append(value > _LARGEST_INT32)
         binary = self._binaries.get(known := tuple(key))
         compiled = binary is not None
         if binary is None:
@@ -74,12 +82,6 @@ class Kernel:
             again()
         return again
 
-    def _address(self, tensor: Tensor) -> int:
-        """Where a tensor begins, which Triton would not ask twice about."""
-        if not tensor.is_cuda:
-            raise DeviceError(f"{self.__name__}: an argument lives on {tensor.device}; move it with tensor.cuda()")
-        return tensor.data_ptr()
-
 
 def kernel(**settings: Any) -> Callable[[Callable[..., None]], Kernel]:
     """:func:`triton.jit` with ``settings``, as a :class:`Kernel`."""
@@ -90,9 +92,6 @@ def kernel(**settings: Any) -> Callable[[Callable[..., None]], Kernel]:
     return made
 
 
-def _kind(value: Any, *, specialized: bool) -> object:
-    """What a binary depends on in a number that is known when it is launched."""
-    if not isinstance(value, int):
-        return type(value)
-    wide = value > _LARGEST_INT32
-    return (wide, value % _ALIGNMENT == 0, value == 1) if specialized else wide
+def _kind(value: Any) -> object:
+    """What a binary depends on in a number that is known when it is launched, specialized if it is whole."""
+    return (value > _LARGEST_INT32, value % _ALIGNMENT == 0, value == 1) if isinstance(value, int) else type(value)

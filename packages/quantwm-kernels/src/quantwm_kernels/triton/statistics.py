@@ -7,6 +7,7 @@ that nothing overflows that the mean itself does not. Pieces of the tokens are a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton.language as tl
@@ -107,12 +108,8 @@ def second_moment(queries: Tensor, kv_heads: int, before: QueryMoment | None = N
     batch, heads, tokens, channels = queries.shape
     pooled = heads // kv_heads
     launch, streams = LAUNCHES["second_moment"], batch * kv_heads
-    tile = launch.blocks["TILE"]
-    block = min(max(16, next_power_of_two(channels)), 128)
-    blocks = ceil_div(channels, block)
-    tiles = ceil_div(pooled * tokens, tile)
-    programs = launch.programs * processors(queries.device) // (ranks() * streams * blocks * (blocks + 1) // 2)
-    per_piece = ceil_div(tiles, max(1, min(tiles, programs))) * tile
+    programs = launch.programs * processors(queries.device)
+    block, blocks, per_piece = _split(pooled * tokens, channels, ranks() * streams, launch.blocks["TILE"], programs)
     pieces = ceil_div(pooled * tokens, per_piece)
     parts = torch.empty((streams, pieces, channels, channels), dtype=torch.float32, device=queries.device)
     with on_device(queries, "queries"):
@@ -123,6 +120,15 @@ def second_moment(queries: Tensor, kv_heads: int, before: QueryMoment | None = N
         shape = moment_shape(queries.shape, kv_heads)
         counted = QueryMoment(parts.view(shape) if pieces == 1 else parts, pooled * tokens)
         return counted if pieces == 1 and before is None else _added(counted, pieces, shape, before)
+
+
+@lru_cache(maxsize=256)
+def _split(queries: int, channels: int, streams: int, tile: int, programs: int) -> tuple[int, int, int]:
+    """Channels of a block, blocks of them, and queries of a piece, of which all streams have so many that ``programs`` are busy."""
+    block = min(max(16, next_power_of_two(channels)), 128)
+    blocks, tiles = ceil_div(channels, block), ceil_div(queries, tile)
+    wanted = programs // (streams * blocks * (blocks + 1) // 2)
+    return block, blocks, ceil_div(tiles, max(1, min(tiles, wanted))) * tile
 
 
 def merge(first: QueryMoment, second: QueryMoment, decay: float | None = None) -> QueryMoment:
