@@ -3,7 +3,8 @@
 Why distances need one stands in :mod:`quantwm_core.codebook`. A codebook is prepared once for all tokens: with ``t`` the
 centroid in the frame and ``v = M t`` its weighted copy in BF16, ``score = bias - 2 x v``. The bias is computed against
 the *stored* ``v``, so that its rounding does not move a centroid: what remains is ``2 (x - c) (v - M t)``, small where
-a token is near.
+a token is near. Rounds of k-means take BF16 tokens as they are, and so does the ranking of a stream whose mean is small:
+moving both sides changes no distance, only how exactly it is computed.
 """
 
 from __future__ import annotations

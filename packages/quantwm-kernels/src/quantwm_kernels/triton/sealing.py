@@ -6,7 +6,7 @@ what is stored of it, ``S`` streams of ``N`` tokens need while they are sealed, 
 
     8 S C D                     codebooks, FP32 and their weighted copies in two parts of BF16
     4 S C D * pieces            sums of a round; pieces = programs that the device runs at once / programs of a piece
-    S N (m + 1)                 m candidates of every token, and the nearest of a round
+    S N (4 ceil(m / 4) + 1)     m candidates of every token, and the nearest of a round
     2 S N r + 2 S r N / tile    FP32 coefficients of the keys, half of the streams, and their peaks
 
 A unit below 64 MiB is sealed by replaying what was recorded when one like it was sealed the second time
