@@ -18,7 +18,7 @@ from quantwm_kernels.triton.layer import rows_of
 RANKS_PER_WORD = 4
 INDEX_BITS: tl.constexpr = tl.constexpr(core.MAX_CENTROIDS - 1)
 DISTANCE_BITS: tl.constexpr = tl.constexpr(-core.MAX_CENTROIDS)
-COUNTED: tl.constexpr = tl.constexpr(1024)
+COUNTED: tl.constexpr = tl.constexpr(2048)
 
 
 @triton.jit
