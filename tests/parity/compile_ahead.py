@@ -118,7 +118,7 @@ SEALED = {
     **dict.fromkeys(("codes", "scales", "zero_points", "index", "found", "first_index", "second_index"), "*u8"),
     **dict.fromkeys(("first_codes", "second_codes", "first_scales", "second_scales"), "*u8"),
     **dict.fromkeys(("first_zeros", "second_zeros"), "*u8"),
-    **dict.fromkeys(("magnitudes", "exponent", "non_zero"), "*i32"),
+    **dict.fromkeys(("magnitudes", "exponent", "non_zero", "products", "ranked"), "*i32"),
     **dict.fromkeys(("bias", "block", "coefficients", "counts", "energies", "matrix", "mean", "metric", "offset", "parts"), "*fp32"),
     "before": "*fp32",
     **dict.fromkeys(("peaks", "projection", "sensitivity", "sums", "super_scales", "table", "values", "weights"), "*fp32"),
@@ -144,7 +144,7 @@ def seal(
     blocks = LAUNCHES[launch].blocks
     sizes = {
         "CHANNELS": 128, "BLOCK_D": 128, "BLOCK_C": 256, "GROUP": 64, "GROUPS": 2, "GROUPS_2": 2, "GROUP_2": 64,
-        "PIECES": 64, "RANK": 8, "RANK_2": 16, "BLOCK_K": 32, "CANDIDATES": 1, "FED": 0, "MOST": 127,
+        "PIECES": 64, "PLAIN": 0, "METRIC": 1, "RANK": 8, "RANK_2": 16, "BLOCK_K": 32, "CANDIDATES": 1, "FED": 0, "MOST": 127,
     } | constants  # fmt: skip
     known = SEALED | {"scales": scales, "largest": largest}
     types = {each: known.get(each, "i32") for each in names if not each.isupper()}
@@ -229,7 +229,7 @@ CASES = (
     ),
     seal("assignment.assign_kernel", "assign_centroids", CENTRED=0, BLOCK_K=128),
     seal("assignment.assign_kernel", "assign_centroids_streamed", variant="wide", CENTRED=1, CHANNELS=256, BLOCK_D=256),
-    seal("assignment.nearest_kernel", "rank_centroids", variant="resident", architectures=BIG, BLOCK_K=128),
+    seal("assignment.nearest_kernel", "rank_centroids", variant="resident", architectures=BIG, PLAIN=1, BLOCK_K=128),
     seal("assignment.nearest_kernel", "rank_centroids_streamed", variant="streamed"),
     seal("assignment.nearest_kernel", "rank_centroids_streamed", variant="wide", CHANNELS=256, BLOCK_D=256),
     seal("assignment.sum_kernel", "sum_members", PARTS=1),
@@ -280,7 +280,9 @@ CASES = (
     Case("directions.search_kernel", "search_steps", SEARCH, {"TRIED": 20, "TRIED_2": 32}),
     Case("directions.pack_kernel", "pack_directions", PACK, {"BYTES": 32}),
     Case("directions.pack_kernel", "pack_directions", PACK, {"BYTES": 256}, "wide", (86,)),
-    seal("principal.principal_kernel", "principal_basis", WIDTH=16),
+    seal("principal.principal_kernel", "principal_basis_128", WIDTH=16),
+    seal("principal.principal_kernel", "principal_basis", variant="narrow", CHANNELS=64, BLOCK_D=64, WIDTH=16),
+    seal("principal.principal_kernel", "principal_basis_wide", variant="wide", CHANNELS=256, BLOCK_D=256, WIDTH=32),
     seal("statistics.add_kernel", "add_moments", FOLD=1),
     seal("statistics.sensitivity_kernel", "sensitivity", largest="*i32", BLOCK=128),
 )

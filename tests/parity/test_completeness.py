@@ -38,6 +38,7 @@ WITHOUT_NAMESAKE = {
     "triton.assignment": "the kernels of codebook",
     "triton.baselines": "methods of core, in torch operations",
     "triton.frame": "the kernels of codebook",
+    "triton.grid": "what the kernels of affine share",
     "triton.principal": "the kernel of statistics",
     "triton.layer": "keys and values as one batch",
     "triton.sealing": "all of a layer in shared launches",
