@@ -18,7 +18,8 @@ from triton.compiler import ASTSource
 
 from quantwm_kernels.launch import LAUNCHES
 from quantwm_kernels.packed_attention import WIDE_CHANNELS
-from quantwm_kernels.recipe import DIRECTIONS_PER_WORD, FEWEST_DIRECTIONS, PRODUCTS, Form, Recipe, Steps
+from quantwm_kernels.reading import launch_of
+from quantwm_kernels.recipe import FEWEST_DIGITS, Form, Recipe, Steps
 from quantwm_kernels.triton.reading import constants
 
 # Compute capability, and the shared memory that a program may have there.
@@ -66,7 +67,7 @@ def read(
 ) -> Case:
     """The reading kernel for two recipes."""
     recipes = constants("KEY", keys, lanes) | constants("VALUE", values, lanes)
-    launch = "read" if {keys.form, values.form}.isdisjoint(PRODUCTS) else "read_product"
+    launch = next(name for name, each in LAUNCHES.items() if each is launch_of(keys, values))
     return Case(
         "reading.read_kernel", launch, READ, recipes | {"LANES": lanes, "ALIGNED": int(aligned)}, variant, architectures
     )
@@ -153,8 +154,8 @@ def seal(
 
 
 CLUSTERED = Recipe(Form.AFFINE, 128, 64, 1)
-TRANSFORM = Recipe(Form.TRANSFORM, 128, DIRECTIONS_PER_WORD, rank=128)
-FEW = Recipe(Form.TRANSFORM, 80, 1, rank=FEWEST_DIRECTIONS)  # codes that are loaded byte by byte
+TRANSFORM = Recipe(Form.TRANSFORM, 128, 16, rank=128)
+FEW = Recipe(Form.TRANSFORM, 80, 2, rank=FEWEST_DIGITS)  # words that are put together
 ROTATED = Recipe(Form.ROTATED, 128, 128, rank=128)
 SHARP = Recipe(Form.AFFINE, 128, 32, 1, rank=16, steps=Steps.NIBBLES, centroid_bits=4)
 CASES = (
@@ -179,13 +180,13 @@ CASES = (
     read("kivi", Recipe(Form.CHANNEL_MINMAX, 128, 32), Recipe(Form.MINMAX, 128, 32)),
     read("rtn", Recipe(Form.CHANNEL_AFFINE, 64, 64), Recipe(Form.AFFINE, 64, 64)),
     read("klt", TRANSFORM, TRANSFORM, architectures=(80, 86, 90)),
-    read("klt, wide", Recipe(Form.TRANSFORM, 256, DIRECTIONS_PER_WORD, rank=256), Recipe(Form.EXACT, 256)),
+    read("klt, wide", Recipe(Form.TRANSFORM, 256, 16, rank=256), Recipe(Form.EXACT, 256)),
     read("klt, few", FEW, Recipe(Form.AFFINE, 80, 40, 1), lanes=4, aligned=False),
     read("oscar", ROTATED, ROTATED),
     attend("klt", TRANSFORM, TRANSFORM),
     attend("klt, few", FEW, FEW, lanes=4, architectures=(90,)),
     attend("klt, rotated", TRANSFORM, TRANSFORM, rotated=True, architectures=(80, 86, 90)),
-    attend("klt, wide", Recipe(Form.TRANSFORM, 256, rank=128), Recipe(Form.EXACT, 256), architectures=(86,)),
+    attend("klt, wide", Recipe(Form.TRANSFORM, 256, 2, rank=128), Recipe(Form.EXACT, 256), architectures=(86,)),
     attend("oscar", ROTATED, ROTATED, architectures=(90,)),
     attend("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, architectures=tuple(SHARED_NBYTES)),
     attend("quantwm, divided", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, divided=True),
