@@ -232,6 +232,13 @@ CASES = (
     seal("assignment.assign_kernel", "assign_centroids_streamed", variant="wide", CENTRED=1, CHANNELS=256, BLOCK_D=256),
     seal("assignment.nearest_kernel", "rank_centroids", variant="resident", architectures=BIG, PLAIN=1, BLOCK_K=128),
     seal("assignment.nearest_kernel", "rank_centroids_streamed", variant="streamed"),
+    seal(
+        "assignment.nearest_kernel",
+        "rank_centroids_streamed",
+        variant="streamed, plain",
+        architectures=(86, 90),
+        PLAIN=1,
+    ),
     seal("assignment.nearest_kernel", "rank_centroids_streamed", variant="wide", CHANNELS=256, BLOCK_D=256),
     seal("assignment.sum_kernel", "sum_members", PARTS=1),
     seal("assignment.sum_kernel", "sum_members_wide", variant="wide", PARTS=3, CHANNELS=256, BLOCK_D=256),

@@ -187,7 +187,7 @@ def describe(
     Raises:
         DeviceError: No kernel understands the method.
         FormatError: An array is missing, or the arrays do not fit together.
-        DtypeError, StateError: An array has another number format, or is not contiguous.
+        DtypeError, StateError: An array has another number format, or is not contiguous, or begins where no kernel reads it.
         ParameterError: The method has no such setting.
 
     >>> row = describe("bf16", {}, (1, 2, 3, 8), {"exact": torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)})
@@ -366,6 +366,10 @@ def _places(method: str, shape: tuple[int, int, int, int], arrays: Mapping[str, 
 
 def _bytes_together(codes: Tensor, places: tuple[int, ...]) -> int:
     """Bytes of a token that are aligned as a whole, 2 to 16."""
+    if codes.data_ptr() % 2:
+        raise StateError(
+            "codes begin at an odd address, where no kernel reads a transform code; pass the sealed tensor through .to(device)"
+        )
     sizes = [token_bytes(places[end - 3 : end]) for end in range(len(Place), len(places) + 1, len(Place))]
     return gcd(codes.data_ptr(), VECTOR_NBYTES, *sizes)
 
