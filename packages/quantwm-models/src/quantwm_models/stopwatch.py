@@ -90,4 +90,5 @@ class Stopwatch:
         """An event that is not in use, and was on no other device."""
         if device != self._device:
             self._device, self._spare = device, []
+            self._running.clear()
         return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)

@@ -23,8 +23,9 @@ from quantwm_kernels.triton.clustered import FOUR_BITS, halves_at
 from quantwm_kernels.triton.domain import MATRIX_DTYPE, to_bf16
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.reading import constants
+from quantwm_kernels.triton.rows import reordered
 from quantwm_kernels.triton.tile import TRANSFORM, kept_operand, opened, reconstructed
-from quantwm_kernels.triton.transform import codes_of, numbers_of, packed_codes, reordered, rotated_queries
+from quantwm_kernels.triton.transform import codes_of, numbers_of, packed_codes, rotated_queries
 
 TOKENS: tl.constexpr = tl.constexpr(int(Field.TOKENS))
 # Words of the table that lead a program, and words of an entry; see Leading.
