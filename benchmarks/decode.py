@@ -249,25 +249,17 @@ def peer_seconds(shape: tuple[int, int, int], copies: int, copier: Copier) -> fl
     return seconds([peer.reader(each) for each in sealed], copier)
 
 
-def launches(method: str, usual: Launch, channels: int) -> Iterator[Launch]:
-    """Launch parameters worth a try: 16 to 64 elements a thread."""
+def launches(method: str, usual: Launch) -> Iterator[Launch]:
+    """Launch parameters worth a try; few sizes, because each takes seconds to compile, and several lengths of a program."""
+    sizes: tuple[tuple[int, int, int], ...]
+    lengths: tuple[tuple[int, int], ...]
     if method in PRODUCTS:
-        yield from product_launches(usual)
-        return
-    for tokens, warps in itertools.product((16, 32, 64), (1, 2, 4, 8)):
-        if 16 <= tokens * channels / (32 * warps) <= 64:
-            for programs, most, registers in itertools.product((4, 16, 32), (8, 32), (0, 96)):
-                yield replace(
-                    usual, warps=warps, blocks={"BLOCK_TOKENS": tokens}, programs=programs, most_tiles=most,
-                    registers=registers,
-                )  # fmt: skip
-
-
-def product_launches(usual: Launch) -> Iterator[Launch]:
-    """Of a product with a matrix: few sizes, because each takes seconds to compile, and several lengths of a program."""
-    for (tokens, warps, registers), (programs, most) in itertools.product(
-        ((64, 4, 0), (64, 4, 168), (128, 8, 0)), ((2, 32), (4, 8), (4, 16), (4, 32), (8, 16))
-    ):
+        sizes, lengths = ((64, 4, 0), (64, 4, 128), (128, 8, 0)), ((2, 32), (4, 8), (4, 16), (4, 32), (8, 16))
+    elif method == "bf16":
+        sizes, lengths = ((16, 2, 0), (16, 2, 96), (32, 4, 0)), ((4, 8), (16, 8), (16, 32))
+    else:  # a warp has 16 tokens, or numbers are exchanged
+        sizes, lengths = ((64, 4, 0), (64, 4, 128), (64, 4, 168), (128, 8, 128)), ((3, 4), (3, 8), (4, 8), (4, 16))
+    for (tokens, warps, registers), (programs, most) in itertools.product(sizes, lengths):
         yield replace(
             usual, warps=warps, blocks={"BLOCK_TOKENS": tokens}, programs=programs, most_tiles=most, registers=registers
         )
@@ -335,7 +327,7 @@ def main() -> None:
     for name, method in itertools.product(arguments.shape or SHAPES, methods):
         subject = Subject(method, SHAPES[name], device)
         tried = []
-        for launch in launches(method, subject.launch, SHAPES[name][2]) if arguments.sweep else (subject.launch,):
+        for launch in launches(method, subject.launch) if arguments.sweep else (subject.launch,):
             calls = subject.calls(launch)
             took = seconds(calls, copier)
             share = subject.nbytes / took / bandwidth

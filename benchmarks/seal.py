@@ -265,6 +265,7 @@ def parts_of(subject: Subject) -> dict[str, Callable[[], object]]:
     codebook.prepare(frame, None, final=False)
     index = layer.empty(layer.tokens, dtype=torch.uint8)
     codebook.assign(frame, index)
+    update, _ = codebook.add_members(frame, index)
     last = codebook.begin(layer, CENTROIDS, weights, None)
     codebook.refine(last, 2)
     found = codebook.rank(last, CANDIDATES, 1)
@@ -284,7 +285,7 @@ def parts_of(subject: Subject) -> dict[str, Callable[[], object]]:
         "magnitude": lambda: codebook.magnitudes_of(layer),
         "assign_centroids": lambda: codebook.assign(frame, index),
         "sum_members_wide" if wide else "sum_members": lambda: codebook.add_members(frame, index),
-        "prepare_centroids": lambda: codebook.prepare(frame, codebook.add_members(frame, index), final=False),
+        "prepare_centroids": lambda: codebook.prepare(frame, update, final=False),
         "rank_centroids": lambda: codebook.rank(last, CANDIDATES, 1),
         "choose_centroids": lambda: qsac.choose_layer(last, found, GROUP, weights, CANDIDATES, 1),
         "encode_groups": encode,

@@ -86,7 +86,7 @@ def test_what_is_timed_now_and_then_counts_for_all() -> None:
 def test_counting_anew_keeps_the_turns_and_what_they_told() -> None:
     watch = Stopwatch(3)
     told = []
-    for life in range(3):
+    for _ in range(3):
         watch.restart()
         for step in range(2):
             mark = watch.start(GPU)

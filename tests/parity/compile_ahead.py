@@ -18,7 +18,8 @@ from triton.compiler import ASTSource
 
 from quantwm_kernels.launch import LAUNCHES
 from quantwm_kernels.packed_attention import WIDE_CHANNELS
-from quantwm_kernels.recipe import DIRECTIONS_PER_WORD, FEWEST_DIRECTIONS, PRODUCTS, Form, Recipe, Steps
+from quantwm_kernels.reading import launch_of
+from quantwm_kernels.recipe import FEWEST_DIGITS, Form, Recipe, Steps
 from quantwm_kernels.triton.reading import constants
 
 # Compute capability, and the shared memory that a program may have there.
@@ -66,7 +67,7 @@ def read(
 ) -> Case:
     """The reading kernel for two recipes."""
     recipes = constants("KEY", keys, lanes) | constants("VALUE", values, lanes)
-    launch = "read" if {keys.form, values.form}.isdisjoint(PRODUCTS) else "read_product"
+    launch = next(name for name, each in LAUNCHES.items() if each is launch_of(keys, values))
     return Case(
         "reading.read_kernel", launch, READ, recipes | {"LANES": lanes, "ALIGNED": int(aligned)}, variant, architectures
     )
@@ -118,7 +119,7 @@ SEALED = {
     **dict.fromkeys(("codes", "scales", "zero_points", "index", "found", "first_index", "second_index"), "*u8"),
     **dict.fromkeys(("first_codes", "second_codes", "first_scales", "second_scales"), "*u8"),
     **dict.fromkeys(("first_zeros", "second_zeros"), "*u8"),
-    **dict.fromkeys(("magnitudes", "exponent", "non_zero"), "*i32"),
+    **dict.fromkeys(("magnitudes", "exponent", "non_zero", "products", "ranked"), "*i32"),
     **dict.fromkeys(("bias", "block", "coefficients", "counts", "energies", "matrix", "mean", "metric", "offset", "parts"), "*fp32"),
     "before": "*fp32",
     **dict.fromkeys(("peaks", "projection", "sensitivity", "sums", "super_scales", "table", "values", "weights"), "*fp32"),
@@ -144,7 +145,7 @@ def seal(
     blocks = LAUNCHES[launch].blocks
     sizes = {
         "CHANNELS": 128, "BLOCK_D": 128, "BLOCK_C": 256, "GROUP": 64, "GROUPS": 2, "GROUPS_2": 2, "GROUP_2": 64,
-        "PIECES": 64, "RANK": 8, "RANK_2": 16, "BLOCK_K": 32, "CANDIDATES": 1, "FED": 0, "MOST": 127,
+        "PIECES": 64, "PLAIN": 0, "METRIC": 1, "RANK": 8, "RANK_2": 16, "BLOCK_K": 32, "CANDIDATES": 1, "FED": 0, "MOST": 127,
     } | constants  # fmt: skip
     known = SEALED | {"scales": scales, "largest": largest}
     types = {each: known.get(each, "i32") for each in names if not each.isupper()}
@@ -153,8 +154,8 @@ def seal(
 
 
 CLUSTERED = Recipe(Form.AFFINE, 128, 64, 1)
-TRANSFORM = Recipe(Form.TRANSFORM, 128, DIRECTIONS_PER_WORD, rank=128)
-FEW = Recipe(Form.TRANSFORM, 80, 1, rank=FEWEST_DIRECTIONS)  # codes that are loaded byte by byte
+TRANSFORM = Recipe(Form.TRANSFORM, 128, 16, rank=128)
+FEW = Recipe(Form.TRANSFORM, 80, 2, rank=FEWEST_DIGITS)  # words that are put together
 ROTATED = Recipe(Form.ROTATED, 128, 128, rank=128)
 SHARP = Recipe(Form.AFFINE, 128, 32, 1, rank=16, steps=Steps.NIBBLES, centroid_bits=4)
 CASES = (
@@ -179,13 +180,13 @@ CASES = (
     read("kivi", Recipe(Form.CHANNEL_MINMAX, 128, 32), Recipe(Form.MINMAX, 128, 32)),
     read("rtn", Recipe(Form.CHANNEL_AFFINE, 64, 64), Recipe(Form.AFFINE, 64, 64)),
     read("klt", TRANSFORM, TRANSFORM, architectures=(80, 86, 90)),
-    read("klt, wide", Recipe(Form.TRANSFORM, 256, DIRECTIONS_PER_WORD, rank=256), Recipe(Form.EXACT, 256)),
+    read("klt, wide", Recipe(Form.TRANSFORM, 256, 16, rank=256), Recipe(Form.EXACT, 256)),
     read("klt, few", FEW, Recipe(Form.AFFINE, 80, 40, 1), lanes=4, aligned=False),
     read("oscar", ROTATED, ROTATED),
     attend("klt", TRANSFORM, TRANSFORM),
     attend("klt, few", FEW, FEW, lanes=4, architectures=(90,)),
     attend("klt, rotated", TRANSFORM, TRANSFORM, rotated=True, architectures=(80, 86, 90)),
-    attend("klt, wide", Recipe(Form.TRANSFORM, 256, rank=128), Recipe(Form.EXACT, 256), architectures=(86,)),
+    attend("klt, wide", Recipe(Form.TRANSFORM, 256, 2, rank=128), Recipe(Form.EXACT, 256), architectures=(86,)),
     attend("oscar", ROTATED, ROTATED, architectures=(90,)),
     attend("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, architectures=tuple(SHARED_NBYTES)),
     attend("quantwm, divided", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, divided=True),
@@ -229,8 +230,15 @@ CASES = (
     ),
     seal("assignment.assign_kernel", "assign_centroids", CENTRED=0, BLOCK_K=128),
     seal("assignment.assign_kernel", "assign_centroids_streamed", variant="wide", CENTRED=1, CHANNELS=256, BLOCK_D=256),
-    seal("assignment.nearest_kernel", "rank_centroids", variant="resident", architectures=BIG, BLOCK_K=128),
+    seal("assignment.nearest_kernel", "rank_centroids", variant="resident", architectures=BIG, PLAIN=1, BLOCK_K=128),
     seal("assignment.nearest_kernel", "rank_centroids_streamed", variant="streamed"),
+    seal(
+        "assignment.nearest_kernel",
+        "rank_centroids_streamed",
+        variant="streamed, plain",
+        architectures=(86, 90),
+        PLAIN=1,
+    ),
     seal("assignment.nearest_kernel", "rank_centroids_streamed", variant="wide", CHANNELS=256, BLOCK_D=256),
     seal("assignment.sum_kernel", "sum_members", PARTS=1),
     seal("assignment.sum_kernel", "sum_members_wide", variant="wide", PARTS=3, CHANNELS=256, BLOCK_D=256),
@@ -280,7 +288,9 @@ CASES = (
     Case("directions.search_kernel", "search_steps", SEARCH, {"TRIED": 20, "TRIED_2": 32}),
     Case("directions.pack_kernel", "pack_directions", PACK, {"BYTES": 32}),
     Case("directions.pack_kernel", "pack_directions", PACK, {"BYTES": 256}, "wide", (86,)),
-    seal("principal.principal_kernel", "principal_basis", WIDTH=16),
+    seal("principal.principal_kernel", "principal_basis_128", WIDTH=16),
+    seal("principal.principal_kernel", "principal_basis", variant="narrow", CHANNELS=64, BLOCK_D=64, WIDTH=16),
+    seal("principal.principal_kernel", "principal_basis_wide", variant="wide", CHANNELS=256, BLOCK_D=256, WIDTH=32),
     seal("statistics.add_kernel", "add_moments", FOLD=1),
     seal("statistics.sensitivity_kernel", "sensitivity", largest="*i32", BLOCK=128),
 )

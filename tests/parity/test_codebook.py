@@ -65,6 +65,19 @@ def test_nearest_is_nearest_to_1e_5(device: torch.device, kind: str, name: str) 
     distances.assert_nearest(index, unit, table, metric, frame=False)
 
 
+@pytest.mark.parametrize(("kind", "name", "products"), [
+    ("normal", "uniform", 1), ("normal", "diagonal", 2), ("normal", "full", 3), ("offset", "uniform", 3), ("offset", "diagonal", 3),
+])  # fmt: skip
+def test_a_large_offset_and_a_metric_ask_for_more_products(
+    device: torch.device, kind: str, name: str, products: int
+) -> None:
+    unit = strategies.unit((kind,), 3, tokens=100, channels=64)
+    _, metric = weights_of(name, 1, 64)
+    table = core.fit(unit, 16, metric)
+    frame = kernels.framed(on(device, unit), on(device, table), on(device, metric))
+    assert frame.products.tolist() == [products]
+
+
 @pytest.mark.parametrize("offset", [10, 300])
 def test_a_large_common_offset_does_not_blur_distances(device: torch.device, offset: float) -> None:
     rng = np.random.default_rng(0)

@@ -1,5 +1,6 @@
 """The launch that reconstructs keys and values, against the reference: every method, range, layout and mixture of units."""
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,7 +77,12 @@ def check(out: Tensor, reads: list[Read], name: str = "decoded") -> None:
 
 
 def launch(
-    device: torch.device, keys: list[Read], values: list[Read], *, token_major: bool = False, chosen: Launch = SMALL
+    device: torch.device,
+    keys: list[Read],
+    values: list[Read],
+    *,
+    token_major: bool = False,
+    chosen: Launch | None = SMALL,
 ) -> int:
     """Read both into workspaces with room to spare, check them, and return how many launches that took."""
     ends = [[each.place + each.stop - each.start for each in reads] for reads in (keys, values)]
@@ -99,6 +105,33 @@ def test_every_method(device: torch.device, variant: variants.Variant, kind: Kin
     unit = strategies.unit(("normal", "channels"), 0, 70, 32)
     sealed = variant.make().seal(kind, unit, strategies.moment(1, 2, 32))
     launch(device, [Read(sealed, 5, 64, place=2)], [Read(sealed, 0, 70)], token_major=kind == "keys")
+
+
+SHARP = {"group_size": 32, "rank": 16, "coefficient_bits": 4, "centroid_bits": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "parameters"),
+    [
+        ("quantwm", 128, {}),
+        ("quantwm", 256, {"rank": 16}),
+        ("quantwm", 96, SHARP),
+        ("quantwm", 128, SHARP),
+        ("qvg", 128, {"stages": 2}),
+        ("klt", 128, {}),
+        ("klt", 256, {"bits": 1.25}),
+        ("klt", 128, {"bits": 4.0}),
+        ("oscar", 128, {}),
+        ("kivi", 64, {}),
+    ],
+)
+def test_as_it_is_launched(device: torch.device, name: str, channels: int, parameters: dict[str, Any]) -> None:
+    unit = strategies.unit(("normal", "channels"), 1, 150, channels)
+    if name == "quantwm":
+        parameters = {"iterations": 1, "centroids": 16, **parameters}
+    keys, values = (seal(name, kind, unit, queries=1 if kind == "keys" else None, **parameters) for kind in KINDS)
+    reads = [[Read(keys, 0, 130), Read(keys, 149, 150, 130)], [Read(values, 3, 150), Read(values, 20, 40, 147)]]
+    launch(device, reads[0], reads[1], token_major=True, chosen=None)
 
 
 GROUPS = {32: (4, 16, 32), 64: (16, 64), 80: (16, 40, 80), 96: (32, 48), 128: (16, 64, 128), 256: (64, 128)}
@@ -155,7 +188,7 @@ def test_what_was_read_is_read_again_and_elsewhere(device: torch.device) -> None
         head_major[:, :, 40:],
         first[:, :, :40],
     ]
-    for out, beside in zip(places, places[1:], strict=False):
+    for out, beside in itertools.pairwise(places):
         for each in (out, beside):
             each.fill_(0)
         reading.run(batches, out, beside)

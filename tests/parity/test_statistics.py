@@ -143,6 +143,22 @@ def test_principal_basis(device: torch.device, channels: int, rank: int) -> None
     assert_close("energies", energies.cpu() / torch.from_numpy(size), torch.from_numpy(known / size), eigenvalue)
 
 
+@pytest.mark.parametrize("channels", [128, 256])
+@pytest.mark.parametrize("spectrum", ["level", "steep", "one direction far above all others"])
+def test_principal_basis_of_every_spectrum(device: torch.device, channels: int, spectrum: str) -> None:
+    # Rounds of level eigenvalues filter; of others they multiply, because FP32 would lose the smaller ones.
+    place = np.arange(channels)
+    values = np.exp(-place / (1.5 if spectrum == "steep" else 4))
+    values[0] = 1e3 if spectrum.startswith("one") else values[0]
+    turn = np.linalg.qr(np.random.default_rng(0).standard_normal((channels, channels)))[0]
+    mean = ((turn * values) @ turn.T).astype(np.float32)[None, None]
+    basis, energies = kernels.principal_basis(torch.from_numpy(mean).to(device), 8)
+    wide, exact = basis.float().cpu()[0, 0], torch.from_numpy(turn[:, :8]).float()
+    assert_close("projector", wide @ wide.mT, exact @ exact.mT, TOLERANCES["projector"])
+    size = Tolerance("eigenvalues in FP32", absolute=1e-5)
+    assert_close("energies", energies.cpu()[0, 0] / values[0], torch.from_numpy(values[:8] / values[0]).float(), size)
+
+
 def test_a_basis_scales_with_its_moment_and_may_be_empty(device: torch.device) -> None:
     mean = torch.from_numpy(strategies.moment(4, 1, 32).mean).to(device)
     basis, energies = kernels.principal_basis(mean, 3)

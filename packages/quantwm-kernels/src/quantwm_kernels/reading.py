@@ -18,19 +18,19 @@ from jaxtyping import BFloat16
 from torch import Tensor
 
 from quantwm_core.errors import DeviceError, DtypeError, RangeError, ShapeError, StateError
+from quantwm_core.integer_table import EXACT_BITS
 from quantwm_kernels.arrival import Arrival
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import KINDS, SealedChunk, SealedTensor
 from quantwm_kernels.launch import LAUNCHES, Launch, check_available, processors
-from quantwm_kernels.recipe import PRODUCTS, Field, Form, Recipe, Row, Steps
+from quantwm_kernels.recipe import GROUPED, PRODUCTS, Field, Form, Recipe, Row, Steps
 
 if TYPE_CHECKING:
     from quantwm_kernels.attention_passes import Pass
 
-_BY_CHANNEL_GROUPS = (Form.AFFINE, Form.SYMMETRIC)
 _TABLES = 1024
 NARROW, FEW_DIRECTIONS = 128, 16
-"""Head dimension and rank up to which a thread can do with few registers."""
+"""Head dimension of which a tile fits into a processor's threads, and rank up to which they can do with few registers."""
 # A graph replays with the tables it captured, and nobody else would keep those.
 _captured: set[Planned] = set()
 
@@ -325,7 +325,7 @@ def merged(recipes: Sequence[Recipe]) -> list[Recipe]:
     if Steps.NIBBLES in ways and len(ways) > 1:  # INT4 and INT8 are read by different instructions
         return list(recipes)
     steps = max(ways)
-    clustered = (recipe.form in _BY_CHANNEL_GROUPS for recipe in recipes)
+    clustered = (recipe.form in GROUPED for recipe in recipes)
     return [
         replace(recipe, rank=rank, steps=steps) if may else recipe
         for recipe, may in zip(recipes, clustered, strict=True)
@@ -333,13 +333,18 @@ def merged(recipes: Sequence[Recipe]) -> list[Recipe]:
 
 
 def launch_of(*recipes: Recipe) -> Launch:
-    """How a read of tensors of these recipes is launched: with few registers, where those do."""
+    """How a read of tensors of these recipes is launched."""
+    wide = any(each.channels > NARROW for each in recipes)
     if any(each.form in PRODUCTS for each in recipes):
-        return LAUNCHES["read_product"]
-    narrow = all(
-        each.channels <= NARROW and each.rank <= FEW_DIRECTIONS and each.steps is Steps.DENSE for each in recipes
-    )
-    return LAUNCHES["read" if narrow else "read_wide"]
+        return LAUNCHES["read_product_wide" if wide else "read_product"]
+    if not any(each.form in GROUPED for each in recipes):
+        return LAUNCHES["read"]
+    if any(each.rank > FEW_DIRECTIONS or each.steps is Steps.EITHER for each in recipes):
+        return LAUNCHES["read_groups"]
+    if wide:
+        return LAUNCHES["read_groups_wide"]
+    integers = any(each.centroid_bits != EXACT_BITS for each in recipes)
+    return LAUNCHES["read_integers" if integers else "read_groups"]
 
 
 def _batch(
@@ -387,7 +392,7 @@ def _table(parts: Sequence[Part], counts: Sequence[int], span: int) -> np.ndarra
 
 def eight(recipe: Recipe) -> bool:
     """Whether eight consecutive channels never straddle a group."""
-    return recipe.channels % 8 == 0 and (recipe.form not in _BY_CHANNEL_GROUPS or recipe.group % 8 == 0)
+    return recipe.channels % 8 == 0 and (recipe.form not in GROUPED or recipe.group % 8 == 0)
 
 
 def _span(parts: Sequence[Part], streams: int, device: torch.device, launch: Launch) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from quantwm_core.methods.oscar import Oscar
 from quantwm_core.methods.quantwm import PSAC_PARTS, SPARSE_PARTS, QuantWM
 from quantwm_core.methods.qvg import QVG
 from quantwm_core.methods.rtn import RoundToNearest
+from quantwm_core.packing import CODES_PER_BYTE
 
 # Shape and number format of arrays by name.
 Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -54,6 +55,10 @@ class Form(IntEnum):
 
 PRODUCTS = (Form.TRANSFORM, Form.ROTATED)
 """Forms whose tokens are products of numbers and a matrix."""
+
+
+GROUPED = (Form.AFFINE, Form.SYMMETRIC)
+"""Forms whose channels share scales in groups, and which may have centroids and compensation."""
 
 
 class Steps(IntEnum):
@@ -114,11 +119,11 @@ WORDS_PER_STREAM = len(Place)
 WORDS_PER_STAGE = 4
 FEWEST_DIRECTIONS = 32
 """No matrix unit takes fewer columns of an operand: four threads share a row, and Triton gives each eight where codes are bytes."""
-DIRECTIONS_PER_WORD = 4
-"""Directions of a transform code that are taken from a word of four bytes, where one holds them."""
+FEWEST_DIGITS = 64
+"""Digits of two bits of a transform code that four threads take a word each of."""
 VECTOR_NBYTES = 16
 """Widest load and store of a GPU's thread; what is aligned to it moves in the fewest of them."""
-_READ_AS_VECTORS = ("exact", "codes", "centroids", "shared_basis")
+_READ_AS_VECTORS = ("exact", "codes", "scales", "centroids", "coefficients", "shared_basis")
 # Fields named after the arrays that they point to.
 _PSAC_FIELDS = {part: Field[part.upper()] for part in PSAC_PARTS}
 _OTHER_FIELDS = {
@@ -182,7 +187,7 @@ def describe(
     Raises:
         DeviceError: No kernel understands the method.
         FormatError: An array is missing, or the arrays do not fit together.
-        DtypeError, StateError: An array has another number format, or is not contiguous.
+        DtypeError, StateError: An array has another number format, or is not contiguous, or begins where no kernel reads it.
         ParameterError: The method has no such setting.
 
     >>> row = describe("bf16", {}, (1, 2, 3, 8), {"exact": torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)})
@@ -196,9 +201,9 @@ def describe(
     places: tuple[int, ...] = ()
     try:
         if method in TRANSFORMS:
-            places, directions = _places(method, shape, arrays)
+            places, digits = _places(method, shape, arrays)
             recipe = Recipe(
-                Form.TRANSFORM, shape[3], _codes_together(arrays["codes"], places), rank=_padded(directions)
+                Form.TRANSFORM, shape[3], _bytes_together(arrays["codes"], places), rank=_padded(digits, FEWEST_DIGITS)
             )
         else:
             recipe = _recipe(methods.get(method, **parameters), shape[3], arrays)
@@ -334,7 +339,7 @@ def _expected_transform(shape: tuple[int, int, int, int], arrays: Mapping[str, T
 
 
 def _places(method: str, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> tuple[tuple[int, ...], int]:
-    """Words of :class:`Place` of every stream, and the most directions that one codes.
+    """Words of :class:`Place` of every stream, and the most digits of two bits that a token has.
 
     What decides about addresses is read from the arrays here, for which a GPU is waited for.
     """
@@ -348,7 +353,7 @@ def _places(method: str, shape: tuple[int, int, int, int], arrays: Mapping[str, 
         words += (byte, direction, row, BLOCK * blocks, *own)
         coded = allocation.directions(own)
         byte, direction, row = byte + tokens * token_bytes(own), direction + coded, row + BLOCK * blocks
-        most = max(most, coded)
+        most = max(most, CODES_PER_BYTE * token_bytes(own))
         if coded > BLOCK * blocks:
             raise FormatError(f"a unit sealed with {method} codes {coded} directions in a basis of {BLOCK * blocks}")
     sizes = [arrays[name].shape[0] for name in ("codes", "order", "shared_basis")]
@@ -359,16 +364,19 @@ def _places(method: str, shape: tuple[int, int, int, int], arrays: Mapping[str, 
     return tuple(words), most
 
 
-def _codes_together(codes: Tensor, places: tuple[int, ...]) -> int:
-    """Directions whose codes never straddle a word: as many as it holds where tokens are whole words, or one."""
+def _bytes_together(codes: Tensor, places: tuple[int, ...]) -> int:
+    """Bytes of a token that are aligned as a whole, 2 to 16."""
+    if codes.data_ptr() % 2:
+        raise StateError(
+            "codes begin at an odd address, where no kernel reads a transform code; pass the sealed tensor through .to(device)"
+        )
     sizes = [token_bytes(places[end - 3 : end]) for end in range(len(Place), len(places) + 1, len(Place))]
-    whole = all(number % DIRECTIONS_PER_WORD == 0 for number in (codes.data_ptr(), *sizes))
-    return DIRECTIONS_PER_WORD if whole else 1
+    return gcd(codes.data_ptr(), VECTOR_NBYTES, *sizes)
 
 
-def _padded(directions: int) -> int:
-    """Power of two that a matrix unit takes as many directions as."""
-    return max(FEWEST_DIRECTIONS, 1 << (directions - 1).bit_length())
+def _padded(count: int, least: int = FEWEST_DIRECTIONS) -> int:
+    """Power of two that a matrix unit takes as many directions or digits as."""
+    return max(least, 1 << (count - 1).bit_length())
 
 
 def _expected_table(recipe: Recipe, rows: tuple[int, ...]) -> tuple[tuple[int, ...], torch.dtype]:

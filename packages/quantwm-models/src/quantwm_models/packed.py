@@ -1,13 +1,14 @@
 """A sealed unit's arrays one after the other in one block of memory, so that one copy moves them all.
 
-The arrays follow each other without gaps: those of wider elements come first, so that each begins where its elements may,
-and among them those of a whole number of a GPU's widest loads, so that nearly all can be read by such loads. Arrays that
-units share stay where they are: in every block they would be there as often as there are units.
+The arrays follow each other without gaps: those whose length the largest power of two divides come first, so that each begins
+where its elements may and a GPU's widest loads as far as its length lets them. Arrays that units share stay where they are: in
+every block they would be there as often as there are units.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,9 @@ def layout(chunk: SealedChunk) -> tuple[Array, ...]:
     [('keys', 'exact', 0), ('values', 'exact', 16)]
     """
     arrays = [(kind, name, tensor) for kind in KINDS for name, tensor in getattr(chunk, kind).own.items()]
-    arrays.sort(key=lambda each: (-each[2].element_size(), each[2].nbytes % VECTOR_NBYTES != 0))
+    arrays.sort(
+        key=lambda each: -gcd(each[2].nbytes, VECTOR_NBYTES)
+    )  # each begins where its length lets vectors be read
     placed, place = [], 0
     for kind, name, tensor in arrays:
         placed.append(Array(kind, name, tensor, place))

@@ -22,7 +22,7 @@ class Mark(NamedTuple):
 class Stopwatch:
     """Seconds between starts and stops.
 
-    On a GPU, always the same one, these are events in the stream that is current at the start: what was queued before does
+    On a GPU these are events in the stream that is current at the start: what was queued before does
     not count, nor does the time that the host waits, and only :meth:`seconds` waits for them. What a CUDA graph captures is
     not timed, and neither are its replays.
 
@@ -41,6 +41,7 @@ class Stopwatch:
         self._before, self._started, self._timed = 0, 0, 0
         self._seconds, self._host_seconds = 0.0, 0.0
         self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._device: torch.device | None = None
         self._spare: list[torch.cuda.Event] = []
 
     def restart(self) -> None:
@@ -56,7 +57,7 @@ class Stopwatch:
         self._started += 1
         if (self._started - 1) % self._every:
             return Mark(None)
-        stream, event = current_stream(device), self._event()
+        stream, event = current_stream(device), self._event(device)
         event.record(stream)
         return Mark(None, event, stream)
 
@@ -65,7 +66,7 @@ class Stopwatch:
         if mark.host is not None:
             self._host_seconds += time.perf_counter() - mark.host
         elif mark.event is not None and mark.stream is not None:
-            event = self._event()
+            event = self._event(self._device)
             event.record(mark.stream)
             self._running.append((mark.event, event))
             while self._running and self._running[0][1].query():  # what is over need not be kept
@@ -85,6 +86,9 @@ class Stopwatch:
         self._seconds += first.elapsed_time(last) / 1000  # from milliseconds
         self._spare += (first, last)
 
-    def _event(self) -> torch.cuda.Event:
-        """An event that is not in use; one that was on the same device."""
+    def _event(self, device: torch.device | None) -> torch.cuda.Event:
+        """An event that is not in use, and was on no other device."""
+        if device != self._device:
+            self._device, self._spare = device, []
+            self._running.clear()
         return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)

@@ -20,122 +20,24 @@ from quantwm_core.errors import DtypeError
 from quantwm_kernels.affine import AffineCode, code_shapes, decoded_shape
 from quantwm_kernels.launch import LAUNCHES, ceil_div, on_device
 from quantwm_kernels.triton import packing
-from quantwm_kernels.triton.arithmetic import frexp_exponent, magnitude_bits, product, rounded, scaled
-from quantwm_kernels.triton.clustered import COUNTING_SHIFT
-from quantwm_kernels.triton.domain import INTERPRETED, to_bf16
+from quantwm_kernels.triton.arithmetic import product
+from quantwm_kernels.triton.domain import to_bf16
+from quantwm_kernels.triton.grid import (
+    NARROW,
+    both_halves,
+    codes_of,
+    group_range,
+    restored_residual,
+    searched_grid,
+    step_of_range,
+)
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Layer, Pair, of_pair, padded, rows_of
 from quantwm_kernels.triton.packing import CODE_BITS, CODES_PER_BYTE, code_in
 from quantwm_kernels.triton.rounding import refined
-from quantwm_kernels.triton.scales import step_of, stored_scale, super_scale_of
+from quantwm_kernels.triton.scales import step_of, super_scale_of
 
-LEVELS: tl.constexpr = tl.constexpr(core.LEVELS)
-# Half a unit in the last place above 1/2.
-NUDGE: tl.constexpr = tl.constexpr(2.0**-25)
-SMALL_STEP: tl.constexpr = tl.constexpr(2.0**-60)
-LIFT: tl.constexpr = tl.constexpr(2.0**64)
-FOUR: tl.constexpr = tl.constexpr(0x40800000)
 LEAST_CHANNELS = 16
-# Shares of a range that are tried differ by as much.
-EIGHTH: tl.constexpr = tl.constexpr(core.FRACTIONS[0] - core.FRACTIONS[1])
-
-
-@triton.jit
-def following(number, condition):
-    """The next FP32 number above where a condition holds."""
-    bits = number.to(tl.int32, bitcast=True)
-    return tl.where(condition, tl.where(bits < 0, bits - 1, bits + 1), bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def least_above(step, LEVEL: tl.constexpr, zero):
-    """Smallest FP32 residual whose code is at least ``LEVEL``, for groups of a step and a zero-point.
-
-    ``round(r / s') + z >= LEVEL`` means ``r / s' > t`` for ``t = LEVEL - z - 1/2``, but for what rounding to FP32 and ties to
-    even do: they move ``t`` by half a unit in the last place, outward where ``t`` is 1/2 or 5/2 and inward where it is 3/2.
-    ``s'`` times that number, of 25 bits, is never an FP32 number, so its successor among them is what is asked for.
-    A division per residual says the same and costs ten times as much.
-    """
-    middle = LEVEL - 0.5 - zero
-    size = tl.abs(middle)
-    moved = tl.where(size < 1.0, NUDGE, tl.where(size < 2.0, -2.0 * NUDGE, 4.0 * NUDGE))
-    moved = tl.where(middle < 0, -moved, moved)
-    if INTERPRETED:  # no fused multiply-add there
-        exact = step.to(tl.float64) * (middle.to(tl.float64) + moved.to(tl.float64))
-        near = exact.to(tl.float32)
-        return following(near, near.to(tl.float64) <= exact)
-    small = step < SMALL_STEP  # where an error of the product would be lost below the smallest number
-    wide = tl.where(small, step * LIFT, step)
-    rough = wide * middle
-    rest = tl.fma(wide, moved, tl.fma(wide, middle, -rough))
-    near = rough + rest
-    bound = following(near, near - rough <= rest)
-    lowered = bound * (1.0 / LIFT)
-    return tl.where(small, following(lowered, lowered * LIFT < bound), bound)
-
-
-@triton.jit
-def codes_of(residual, step, zero):
-    """int32 ``clamp(round(residual / step) + zero, 0, 3)`` of groups along the last of three axes."""
-    code = (residual >= least_above(step, 1, zero)[:, :, None]).to(tl.int32)
-    code += (residual >= least_above(step, 2, zero)[:, :, None]).to(tl.int32)
-    return code + (residual >= least_above(step, 3, zero)[:, :, None]).to(tl.int32)
-
-
-@triton.jit
-def group_range(grouped):
-    """Lowest and highest value of groups along the last of three axes, zero included."""
-    return tl.minimum(tl.min(grouped, axis=2), 0.0), tl.maximum(tl.max(grouped, axis=2), 0.0)
-
-
-@triton.jit
-def step_of_range(span):
-    """Scale of groups that span so much."""
-    return tl.div_rn(span, tl.full(span.shape, LEVELS, tl.float32))
-
-
-@triton.jit
-def on_grid(residual, low, span, super_scale):
-    """Stored scale, step and zero-point of grids that start at ``low`` and have steps of ``span``, and the codes on them."""
-    bits = stored_scale(span, super_scale)
-    step = step_of(bits, super_scale)
-    divisor = tl.where(step > 0, step, 1.0)
-    zero = tl.clamp(rounded(tl.div_rn(-low, divisor)), 0.0, LEVELS * 1.0)
-    return bits, step, zero, codes_of(residual, divisor, zero)
-
-
-@triton.jit
-def restored_residual(code, step, zero):
-    """FP32 ``(code - z) * s'`` of int32 codes, which a number between 4 and 8 counts without a conversion."""
-    counted = ((code << COUNTING_SHIFT) | FOUR).to(tl.float32, bitcast=True)
-    return (counted - (zero + 4.0)[:, :, None]) * step[:, :, None]
-
-
-@triton.jit
-def squared_error(residual, step, zero, code, shift):
-    """Of each group, scaled by a power of two."""
-    lost = scaled(residual - restored_residual(code, step, zero), shift)
-    return tl.sum(lost * lost, axis=2)
-
-
-@triton.jit
-def searched_grid(residual, super_scale, CANDIDATES: tl.constexpr):
-    """What :func:`on_grid` returns for the share of each group's range that loses least."""
-    low, high = group_range(residual)
-    span = step_of_range(high - low)
-    bits, step, zero, code = on_grid(residual, low, span, super_scale)
-    if CANDIDATES > 1:
-        shift = -frexp_exponent(magnitude_bits(super_scale))[:, :, None]
-        least = squared_error(residual, step, zero, code, shift)
-        for number in tl.static_range(1, CANDIDATES):
-            fraction = 1.0 - number * EIGHTH
-            other_bits, other_step, other_zero, other = on_grid(residual, low * fraction, span * fraction, super_scale)
-            lost = squared_error(residual, other_step, other_zero, other, shift)
-            better = lost < least
-            least = tl.where(better, lost, least)
-            bits, step = tl.where(better, other_bits, bits), tl.where(better, other_step, step)
-            zero, code = tl.where(better, other_zero, zero), tl.where(better[:, :, None], other, code)
-    return bits, step, zero, code
 
 
 @triton.jit
@@ -147,11 +49,11 @@ def packed_rows(codes, ROWS: tl.constexpr, BYTES: tl.constexpr):
 
 
 @triton.jit
-def store_codes(codes, code, row, cell, group, CHANNELS: tl.constexpr, GROUP: tl.constexpr, GROUPS_2: tl.constexpr,
-                GROUP_2: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """Pack and store int32 codes ``[TILE, GROUPS_2, GROUP_2]`` of rows ``[TILE]``."""
-    QUADS: tl.constexpr = GROUP_2 // CODES_PER_BYTE
-    quad = tl.arange(0, QUADS)[None, None, :]
+def store_codes(codes, code, row, cell, group, FIRST: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
+                GROUPS_2: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Pack and store int32 codes ``[TILE, GROUPS_2, LANES]`` of rows ``[TILE]``, which begin ``FIRST`` channels into a group."""
+    QUADS: tl.constexpr = LANES // CODES_PER_BYTE
+    quad = FIRST // CODES_PER_BYTE + tl.arange(0, QUADS)[None, None, :]
     byte = tl.reshape(packed_rows(code, TILE * GROUPS_2, QUADS), (TILE, GROUPS_2, QUADS))
     place = row[:, None, None] * (CHANNELS // CODES_PER_BYTE) + group[None, :, None] * (GROUP // CODES_PER_BYTE) + quad
     tl.store(codes + place, byte.to(tl.uint8), mask=cell[:, :, None] & (quad < GROUP // CODES_PER_BYTE))
@@ -167,19 +69,47 @@ def store_zero_points(zero_points, zero, block, size, GROUPS_2: tl.constexpr, TI
 
 
 @triton.jit
-def store_coefficients(coefficients, peaks, error, projection, channel, known, row, inside, RANK: tl.constexpr,
-                       RANK_2: tl.constexpr):  # fmt: skip
-    """Store ``error @ projection`` of rows, both in two parts of BF16, and the largest magnitude along each direction."""
-    direction = tl.arange(0, RANK_2)
-    source = projection + channel[:, None] * RANK + direction[None, :]
-    matrix = tl.load(source, mask=known[:, None] & (direction[None, :] < RANK), other=0.0)
-    near, close = to_bf16(error), to_bf16(matrix)
-    share = product(to_bf16(error - near.to(tl.float32)), close, tl.zeros((error.shape[0], RANK_2), tl.float32))
+def projected(error, projection, channel, known, share, RANK: tl.constexpr, RANK_2: tl.constexpr):
+    """``share + error @ projection`` of errors ``[TILE, groups, lanes]``, both in two parts of BF16."""
+    WIDE: tl.constexpr = error.shape[1] * error.shape[2]
+    flat, exists = tl.reshape(channel, (WIDE, 1)), tl.reshape(known, (WIDE, 1))
+    direction = tl.arange(0, RANK_2)[None, :]
+    matrix = tl.load(projection + flat * RANK + direction, mask=exists & (direction < RANK), other=0.0)
+    lost = tl.reshape(error, (error.shape[0], WIDE))
+    near, close = to_bf16(lost), to_bf16(matrix)
+    share = product(to_bf16(lost - near.to(tl.float32)), close, share)
     share = product(near, to_bf16(matrix - close.to(tl.float32)), share)
-    share = product(near, close, share)
+    return product(near, close, share)
+
+
+@triton.jit
+def store_coefficients(coefficients, peaks, share, row, inside, RANK: tl.constexpr, RANK_2: tl.constexpr):
+    """Store the coefficients ``[TILE, RANK_2]`` of rows, and the largest magnitude along each direction."""
+    direction = tl.arange(0, RANK_2)
     present = inside[:, None] & (direction[None, :] < RANK)
     tl.store(coefficients + row[:, None] * RANK + direction[None, :], share, mask=present)
     tl.store(peaks + direction, tl.max(tl.abs(share), axis=0), mask=direction < RANK)
+
+
+@triton.jit
+def residuals(rows, offset, index, inside, stored, channel, first, second, CLUSTERED: tl.constexpr, CHANNELS: tl.constexpr,
+              SECOND: tl.constexpr):  # fmt: skip
+    """Both halves of a tile's groups, FP32, less those of its centroids."""
+    left, right = both_halves(rows, offset, channel, first, second, SECOND)
+    left, right = left.to(tl.float32), right.to(tl.float32)
+    if CLUSTERED:
+        nearest = tl.load(index, mask=inside, other=0).to(tl.int32)[:, None, None] * CHANNELS
+        near, far = both_halves(stored, nearest, channel, first, second, SECOND)
+        left, right = left - near.to(tl.float32), right - far.to(tl.float32)
+    return left, right
+
+
+@triton.jit
+def super_scale_over(largest, pieces, PIECES: tl.constexpr):
+    """Super-scale ``[1]`` of a stream, of the largest ranges of its pieces."""
+    piece = tl.arange(0, PIECES)
+    span = tl.max(tl.load(largest + piece, mask=piece < pieces, other=0.0), keep_dims=True)
+    return super_scale_of(step_of_range(span))
 
 
 @kernel(do_not_specialize=["tokens", "per_piece"])
@@ -215,37 +145,41 @@ def encode_kernel(
     stream, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
     GROUPS: tl.constexpr = CHANNELS // GROUP
+    HALF: tl.constexpr = GROUP_2 // 2 if GROUP_2 > NARROW and not FED else GROUP_2
+    SECOND: tl.constexpr = GROUP_2 - HALF
     own, token = stream % per_tensor, block * TILE + tl.arange(0, TILE)
-    group, lane = tl.arange(0, GROUPS_2), tl.arange(0, GROUP_2)
+    group, lane = tl.arange(0, GROUPS_2), tl.arange(0, HALF)
     channel = group[:, None] * GROUP + lane[None, :]
-    known = (group[:, None] < GROUPS) & (lane[None, :] < GROUP)
-    inside = (token < tokens)[:, None, None] & known[None, :, :]
-    place = token.to(tl.int64)[:, None, None] * token_stride + channel[None, :, :]
-    number = tl.load(rows + place, mask=inside, other=0.0)
-    residual = number.to(tl.float32)
-    if CLUSTERED:
-        index = of_pair(first_index, second_index, stream, per_tensor) + own * tokens
-        stored = of_pair(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
-        nearest = tl.load(index + token, mask=token < tokens, other=0).to(tl.int32) * CHANNELS
-        centroid = tl.load(stored + (nearest[:, None, None] + channel[None, :, :]), mask=inside, other=0.0)
-        residual -= centroid.to(tl.float32)
-    piece = tl.arange(0, PIECES)
-    span = tl.max(tl.load(largest + stream * pieces + piece, mask=piece < pieces, other=0.0), keep_dims=True)
-    super_scale = super_scale_of(step_of_range(span))
+    near = (group[:, None] < GROUPS) & (lane[None, :] < GROUP)
+    far = (group[:, None] < GROUPS) & (lane[None, :] + SECOND < GROUP)
+    inside = token < tokens
+    nearer, farther = inside[:, None, None] & near[None, :, :], inside[:, None, None] & far[None, :, :]
+    offset = token.to(tl.int64)[:, None, None] * token_stride
+    index = of_pair(first_index, second_index, stream, per_tensor) + own * tokens + token
+    stored = of_pair(first_stored, second_stored, stream, per_tensor) + own * centroids * CHANNELS
+    left, right = residuals(
+        rows, offset, index, inside, stored, channel[None, :, :], nearer, farther, CLUSTERED, CHANNELS, SECOND
+    )
+    super_scale = super_scale_over(largest + stream * pieces, pieces, PIECES)
     super_scales = of_pair(first_super, second_super, stream, per_tensor) + own + tl.arange(0, 1)
     tl.store(super_scales, super_scale, mask=(tl.arange(0, 1) + block) == 0)
-    super_scale = tl.broadcast_to(super_scale[:, None], (TILE, GROUPS_2))
-    bits, step, zero, code = searched_grid(residual, super_scale, CANDIDATES)
+    super_scale = super_scale[:, None]
+    reciprocal = tl.div_rn(tl.full((1, 1), 1.0, tl.float32), super_scale)
+    bits, step, zero, lower, middle, upper = searched_grid(left, right, super_scale, reciprocal, CANDIDATES, SECOND > 0)
+    code = codes_of(left, lower, middle, upper)
     if FED:  # noqa: SIM102 - one is known when the kernel is compiled, the other is not
         if stream < fed_streams:
             own_matrix = matrix + stream * CHANNELS * CHANNELS
-            code = refined(residual, step, zero, own_matrix, channel, group, known, CHANNELS, GROUP).to(tl.int32)
+            code = refined(left, step, zero, own_matrix, channel, group, near, CHANNELS, GROUP).to(tl.int32)
     row = own * tokens + token
-    cell = (token < tokens)[:, None] & (group[None, :] < GROUPS)
+    cell = inside[:, None] & (group[None, :] < GROUPS)
     scales = of_pair(first_scales, second_scales, stream, per_tensor)
     tl.store(scales + row[:, None] * GROUPS + group[None, :], bits.to(tl.uint8), mask=cell)
     codes = of_pair(first_codes, second_codes, stream, per_tensor)
-    store_codes(codes, code, row, cell, group, CHANNELS, GROUP, GROUPS_2, GROUP_2, TILE)
+    store_codes(codes, code, row, cell, group, 0, CHANNELS, GROUP, GROUPS_2, HALF, TILE)
+    if SECOND > 0:
+        right_code = codes_of(right, lower, middle, upper)
+        store_codes(codes, right_code, row, cell, group, SECOND, CHANNELS, GROUP, GROUPS_2, HALF, TILE)
     zero_points = of_pair(first_zeros, second_zeros, stream, per_tensor)
     if GROUPS == GROUPS_2:
         store_zero_points(zero_points + own * zero_bytes, zero, block, zero_bytes, GROUPS_2, TILE)
@@ -253,16 +187,17 @@ def encode_kernel(
         tl.store(zero_points + row[:, None] * GROUPS + group[None, :], zero.to(tl.uint8), mask=cell)
     if RANK > 0:  # noqa: SIM102 - known when compiled
         if stream < projected_streams:
-            restored = restored_residual(code, step, zero)
-            if CLUSTERED:
-                restored = centroid.to(tl.float32) + restored
-            lost = tl.reshape(number.to(tl.float32) - restored, (TILE, GROUPS_2 * GROUP_2))
-            flat, exists = tl.reshape(channel, (GROUPS_2 * GROUP_2,)), tl.reshape(known, (GROUPS_2 * GROUP_2,))
-            summit = peaks + (stream * tl.num_programs(1) + block) * RANK
-            store_coefficients(
-                coefficients, summit, lost, projection + stream * CHANNELS * RANK, flat, exists, row, token < tokens,
-                RANK, RANK_2,
+            share = projected(
+                left - restored_residual(code, step, zero), projection + stream * CHANNELS * RANK, channel, near,
+                tl.zeros((TILE, RANK_2), tl.float32), RANK, RANK_2,
             )  # fmt: skip
+            if SECOND > 0:
+                share = projected(
+                    right - restored_residual(right_code, step, zero), projection + (stream * CHANNELS + SECOND) * RANK,
+                    channel, far, share, RANK, RANK_2,
+                )  # fmt: skip
+            summit = peaks + (stream * tl.num_programs(1) + block) * RANK
+            store_coefficients(coefficients, summit, share, row, inside, RANK, RANK_2)
 
 
 @kernel(do_not_specialize=["tokens", "start", "stop", "zero_bytes"])

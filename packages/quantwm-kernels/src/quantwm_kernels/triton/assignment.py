@@ -11,13 +11,14 @@ import triton.language as tl
 from quantwm_core import codebook as core
 from quantwm_kernels.triton.arithmetic import product, scaled
 from quantwm_kernels.triton.domain import to_bf16
+from quantwm_kernels.triton.frame import ONE_PRODUCT, THREE_PRODUCTS, TWO_PRODUCTS
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import rows_of
 
+RANKS_PER_WORD = 4
 INDEX_BITS: tl.constexpr = tl.constexpr(core.MAX_CENTROIDS - 1)
 DISTANCE_BITS: tl.constexpr = tl.constexpr(-core.MAX_CENTROIDS)
-ABOVE_ALL: tl.constexpr = tl.constexpr(0x7FFFFFFF)
-COUNT_COLUMNS: tl.constexpr = tl.constexpr(16)
+COUNTED: tl.constexpr = tl.constexpr(2048)
 
 
 @triton.jit
@@ -108,6 +109,19 @@ def members(index, start, end, TILE: tl.constexpr):
     return tl.where(token < end, nearest, -1)
 
 
+@triton.jit
+def store_counts(counts, index, begin, end, centroids):
+    """Store how many tokens of a piece each centroid has."""
+    row = tl.arange(0, INDEX_BITS + 1)
+    count = tl.zeros((INDEX_BITS + 1,), tl.int32)
+    for start in range(begin, end, COUNTED):
+        token = start + tl.arange(0, COUNTED)
+        inside = token < end
+        count += tl.histogram(tl.load(index + token, mask=inside, other=0).to(tl.int32), INDEX_BITS + 1)
+        count -= tl.where(row == 0, tl.sum((token >= end).to(tl.int32)), 0)  # what stands for tokens that there are not
+    tl.store(counts + row, count.to(tl.float32), mask=row < centroids)
+
+
 @kernel(do_not_specialize=["tokens", "centroids", "per_piece"])
 def sum_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, index, sums, counts, tokens, centroids,
@@ -120,8 +134,6 @@ def sum_kernel(
     row = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     channel = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
-    count = tl.zeros((BLOCK_C, COUNT_COLUMNS), tl.float32)
-    one = tl.full((TILE, COUNT_COLUMNS), 1.0, tl.float32).to(tl.bfloat16)
     begin, end = piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece)
     following = members(index + stream * tokens, begin, end, TILE)
     for start in range(begin, end, TILE):
@@ -139,60 +151,103 @@ def sum_kernel(
                 part = to_bf16(rest)
                 total = product(member, part, total)
                 rest -= part.to(tl.float32)
-        count = product(member, one, count)
     part = (stream * tl.num_programs(1) + piece) * centroids
     inside = (row[:, None] < centroids) & (channel[None, :] < CHANNELS)
     tl.store(sums + (part + row[:, None]) * CHANNELS + channel[None, :], total, mask=inside)
-    number = tl.sum(tl.where(tl.arange(0, COUNT_COLUMNS)[None, :] == 0, count, 0.0), axis=1)
-    tl.store(counts + part + row, number, mask=row < centroids)
+    if tl.program_id(2) == 0:
+        store_counts(counts + part, index + stream * tokens, begin, end, centroids)
 
 
-@kernel(do_not_specialize=["tokens", "centroids", "per_piece", "first_ranks", "second_ranks"])
-def nearest_kernel(
-    first, second, per_tensor, heads, batch_stride, head_stride, token_stride, offset, exponent, high, low, bias,
-    found, tokens, centroids, per_piece, first_ranks, second_ranks, ranks,
-    CHANNELS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The nearest centroids of every token of a piece, exact but for roundings of FP32.
+@triton.jit
+def scored(number, coarse, fine, middle, shift, start, PRODUCTS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr,
+           scores):  # fmt: skip
+    """``scores`` and the product of a block of tokens and of weighted centroids; see :mod:`quantwm_kernels.triton.frame`."""
+    if PRODUCTS == THREE_PRODUCTS:
+        return exact_product(into_frame(number, middle, shift, start, CHANNELS, BLOCK_K), coarse, fine, scores)
+    if PRODUCTS == TWO_PRODUCTS:
+        scores = product(number, fine, scores)
+    return product(number, coarse, scores)
 
-    Further ranks are told apart by how much farther they are than the nearest, 16 bits of it, and by their column.
+
+@triton.jit
+def store_ranks(scores, column, place, inside, centroids, wanted):
+    """Store the columns of the smallest scores of each row, in order, the lowest of equals first, four in a word.
+
+    They are told apart by how much larger they are than the smallest, 15 bits of mantissa of it, and by their column.
     """
-    stream, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
+    farther = (scores - tl.min(scores, axis=1)[:, None]).to(tl.int32, bitcast=True)
+    key = (farther & DISTANCE_BITS) | column
+    last = tl.min(key, axis=1)
+    word = tl.minimum(last & INDEX_BITS, centroids - 1)
+    for rank in range(1, wanted):
+        if rank % 4 == 0:
+            tl.store(place + rank // 4 - 1, word, mask=inside)
+            word = tl.zeros_like(word)
+        above = (key - (last + 1)[:, None]).to(tl.uint32, bitcast=True)  # what is not above wraps around
+        last += 1 + tl.min(above, axis=1).to(tl.int32, bitcast=True)
+        word |= tl.minimum(last & INDEX_BITS, centroids - 1) << (rank % 4 * 8)
+    tl.store(place + (wanted - 1) // 4, word, mask=inside)
+
+
+@triton.jit
+def rank_piece(
+    rows, found, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, words,
+    PRODUCTS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The nearest centroids of the tokens from ``begin`` to ``end`` of a stream."""
     column = tl.arange(0, BLOCK_C)[None, :]
-    constant = tl.load(bias + stream * centroids + column, mask=column < centroids, other=float("inf"))
-    coarse_rows, fine_rows = high + stream * centroids * CHANNELS, low + stream * centroids * CHANNELS
-    middle = offset + stream * CHANNELS
-    shift = tl.load(exponent + stream)
     if BLOCK_K == BLOCK_D:
         coarse = weighted_block(coarse_rows, centroids, 0, CHANNELS, BLOCK_C, BLOCK_K)
         fine = weighted_block(fine_rows, centroids, 0, CHANNELS, BLOCK_C, BLOCK_K)
-    wanted = tl.where(stream < per_tensor, first_ranks, second_ranks)
-    begin, end = piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece)
-    following = token_block(rows, begin + tl.arange(0, TILE), end, token_stride, 0, CHANNELS, BLOCK_K)
+        following = token_block(rows, begin + tl.arange(0, TILE), end, token_stride, 0, CHANNELS, BLOCK_K)
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
         scores = tl.zeros((TILE, BLOCK_C), tl.float32)
         if BLOCK_K == BLOCK_D:
             number, following = following, token_block(rows, token + TILE, end, token_stride, 0, CHANNELS, BLOCK_K)
-            centred = into_frame(number, middle, shift, 0, CHANNELS, BLOCK_K)
-            scores = exact_product(centred, coarse, fine, scores)
+            scores = scored(number, coarse, fine, middle, shift, 0, PRODUCTS, CHANNELS, BLOCK_K, scores)
         else:
             for channel in range(0, BLOCK_D, BLOCK_K):
-                number = token_block(rows, token, tokens, token_stride, channel, CHANNELS, BLOCK_K)
-                centred = into_frame(number, middle, shift, channel, CHANNELS, BLOCK_K)
+                number = token_block(rows, token, end, token_stride, channel, CHANNELS, BLOCK_K)
                 coarse_block = weighted_block(coarse_rows, centroids, channel, CHANNELS, BLOCK_C, BLOCK_K)
                 fine_block = weighted_block(fine_rows, centroids, channel, CHANNELS, BLOCK_C, BLOCK_K)
-                scores = exact_product(centred, coarse_block, fine_block, scores)
-        scores += constant
-        best, rank = lowest(scores, column, BLOCK_C)
-        place = found + (stream * tokens + token) * ranks
-        tl.store(place, tl.minimum(rank, centroids - 1).to(tl.uint8), mask=token < tokens)
-        if wanted > 1:
-            farther = (scores - best[:, None]).to(tl.int32, bitcast=True)
-            key = tl.where(column == rank[:, None], -1, (farther & DISTANCE_BITS) | column)
-            last = tl.full((TILE,), -1, tl.int32)
-            for number_of in range(1, wanted):
-                last = tl.min(tl.where(key > last[:, None], key, ABOVE_ALL), axis=1)
-                rank = tl.minimum(last & INDEX_BITS, centroids - 1)
-                tl.store(place + number_of, rank.to(tl.uint8), mask=token < tokens)
+                scores = scored(
+                    number, coarse_block, fine_block, middle, shift, channel, PRODUCTS, CHANNELS, BLOCK_K, scores
+                )
+        store_ranks(scores + constant, column, found + token.to(tl.int64) * words, token < end, centroids, wanted)
+
+
+@kernel(do_not_specialize=["tokens", "centroids", "per_piece", "first_ranks", "second_ranks"])
+def nearest_kernel(
+    first, second, per_tensor, heads, batch_stride, head_stride, token_stride, offset, exponent, products, high, low, bias,
+    ranked, tokens, centroids, per_piece, first_ranks, second_ranks, words,
+    PLAIN: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The nearest centroids of every token of a piece, exact but for roundings of FP32."""
+    stream, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
+    column = tl.arange(0, BLOCK_C)[None, :]
+    constant = tl.load(bias + stream * centroids + column, mask=column < centroids, other=float("inf"))
+    coarse_rows, fine_rows = high + stream * centroids * CHANNELS, low + stream * centroids * CHANNELS
+    own, middle = ranked + stream * tokens * words, offset + stream * CHANNELS
+    shift = tl.load(exponent + stream)
+    wanted = tl.where(stream < per_tensor, first_ranks, second_ranks)
+    begin, end = piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece)
+    how = tl.load(products + stream) if PLAIN else THREE_PRODUCTS
+    if how == ONE_PRODUCT:
+        rank_piece(
+            rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, words,
+            ONE_PRODUCT, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
+        )  # fmt: skip
+    elif how == TWO_PRODUCTS:
+        rank_piece(
+            rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, words,
+            TWO_PRODUCTS, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
+        )  # fmt: skip
+    else:
+        rank_piece(
+            rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, words,
+            THREE_PRODUCTS, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
+        )  # fmt: skip

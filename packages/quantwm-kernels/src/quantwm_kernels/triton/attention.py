@@ -23,8 +23,9 @@ from quantwm_kernels.triton.clustered import FOUR_BITS, halves_at
 from quantwm_kernels.triton.domain import MATRIX_DTYPE, to_bf16
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.reading import constants
-from quantwm_kernels.triton.tile import TRANSFORM, opened, reconstructed
-from quantwm_kernels.triton.transform import MOST_KEPT, laid_out, levels, packed_codes, rotated_queries
+from quantwm_kernels.triton.rows import reordered
+from quantwm_kernels.triton.tile import TRANSFORM, kept_operand, opened, reconstructed
+from quantwm_kernels.triton.transform import codes_of, numbers_of, packed_codes, rotated_queries
 
 TOKENS: tl.constexpr = tl.constexpr(int(Field.TOKENS))
 # Words of the table that lead a program, and words of an entry; see Leading.
@@ -34,6 +35,8 @@ SEALED_END: tl.constexpr = tl.constexpr(int(Leading.SEALED_END))
 EXACT_BEGIN: tl.constexpr = tl.constexpr(int(Leading.EXACT_BEGIN))
 EXACT_END: tl.constexpr = tl.constexpr(int(Leading.EXACT_END))
 ENTRY_WORDS: tl.constexpr = tl.constexpr(WORDS_PER_ENTRY)
+# Elements of a matrix that queries are rotated by: beside their own they must fit into fast memory.
+MOST_ROTATED: tl.constexpr = tl.constexpr(128 * 128)
 LOG2_E = 1.4426950408889634
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -80,32 +83,38 @@ def folded_unit(
     LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Fold the tokens of an entry of a sealed unit into the online softmax; ``nothing`` is FP32 zeros, one a query row."""
-    rotates: tl.constexpr = ROTATES and KEY_FORM == TRANSFORM and KEY_RANK * KEY_WORDS * LANES <= MOST_KEPT
+    rotates: tl.constexpr = ROTATES and KEY_FORM == TRANSFORM and KEY_RANK * KEY_WORDS * LANES <= MOST_ROTATED
     width: tl.constexpr = KEY_RANK if rotates else KEY_WORDS * LANES
     local = tl.arange(0, BLOCK_TOKENS)
     key_row, value_row = table + tl.load(table + entry), table + tl.load(table + entry + 1)
     tokens, stop = tl.load(key_row + TOKENS), tl.load(table + entry + 3)
     (
         k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,
-        k_compensated, k_kept, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size,
+        k_present, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size,
     ) = opened(
         key_row, stream, tokens, KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_TABLE_BITS, KEY_RANK, KEY_SPARSE,
-        KEY_WORDS, LANES,
+        LANES,
     )  # fmt: skip
     (
         v_codes, v_scales, v_zeros, v_super, v_index, v_table, v_last,
-        v_compensated, v_kept, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size,
+        v_present, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size,
     ) = opened(
         value_row, stream, tokens, VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_TABLE_BITS,
-        VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES,
+        VALUE_RANK, VALUE_SPARSE, LANES,
     )  # fmt: skip
+    k_kept = kept_operand(
+        key_row, stream, k_present, KEY_FORM, KEY_CHANNELS, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED
+    )
+    v_kept = kept_operand(
+        value_row, stream, v_present, VALUE_FORM, VALUE_CHANNELS, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES, ALIGNED
+    )
     lift = nothing
-    address, size, byte, bits = tokens, 0, local, local
+    address, size = tokens, 0
     if rotates:
         asked, lift = rotated_queries(
             key_row, stream, asked, KEY_CHANNELS, KEY_RANK, KEY_WORDS * LANES, ALIGNED, BLOCK_QUERIES
         )
-        address, size, byte, bits = laid_out(key_row, stream, 0, KEY_RANK)
+        address, size = codes_of(key_row, stream)
     for first in range(tl.load(table + entry + 2), stop, BLOCK_TOKENS):
         # A lane without a token repeats the last one, so that all it computes is finite.
         inside = tl.minimum(local, (stop - first - 1).to(tl.int32))
@@ -115,18 +124,19 @@ def folded_unit(
         # matrix operands as suits that: by more rows than a tile has, with wrong products.
         if first < stop:
             if rotates:
-                packed = packed_codes(address, size, byte, bits, first, inside, inside >= 0, KEY_GROUP)
-                keys = levels(packed, byte, bits, KEY_GROUP, BLOCK_TOKENS, KEY_RANK).to(tl.bfloat16)
+                near = reordered(inside, BLOCK_TOKENS)
+                packed = packed_codes(address, size, 0, first, near, KEY_GROUP, KEY_RANK)
+                keys = numbers_of(packed, four, KEY_RANK, BLOCK_TOKENS).to(tl.bfloat16)
             else:
                 keys = reconstructed(
                     key_row, stream, tokens, k_codes, k_scales, k_zeros, k_super, k_index, k_table, k_last,
-                    k_compensated, k_kept, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size, four, first, inside,
+                    k_present, k_flag, k_dense, k_bitmap, k_counts, k_values, k_size, k_kept, four, first, inside,
                     KEY_FORM, KEY_CHANNELS, KEY_GROUP, KEY_STAGES, KEY_TABLE_BITS, KEY_RANK, KEY_SPARSE, KEY_WORDS, LANES, ALIGNED,
                     BLOCK_TOKENS,
                 )  # fmt: skip
             values = reconstructed(
                 value_row, stream, tokens, v_codes, v_scales, v_zeros, v_super, v_index, v_table, v_last,
-                v_compensated, v_kept, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size, four, first, inside,
+                v_present, v_flag, v_dense, v_bitmap, v_counts, v_values, v_size, v_kept, four, first, inside,
                 VALUE_FORM, VALUE_CHANNELS, VALUE_GROUP, VALUE_STAGES, VALUE_TABLE_BITS, VALUE_RANK, VALUE_SPARSE, VALUE_WORDS, LANES,
                 ALIGNED, BLOCK_TOKENS,
             )  # fmt: skip

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from quantwm_core import integer_table
 from quantwm_kernels.recipe import WORDS_PER_STAGE, Field
+from quantwm_kernels.triton.domain import MATRIX_DTYPE
 from quantwm_kernels.triton.packing import CODE_BITS, CODES_PER_BYTE
 from quantwm_kernels.triton.scales import e4m3_number, step_of
 
@@ -29,6 +30,9 @@ EXACT_BITS: tl.constexpr = tl.constexpr(integer_table.EXACT_BITS)
 FOUR_BITS = 0x40800000
 COUNTING_MASK: tl.constexpr = tl.constexpr(3 << 21)
 COUNTING_SHIFT: tl.constexpr = tl.constexpr(21)
+NIBBLE_PAIR: tl.constexpr = tl.constexpr(0x000F000F)
+# Two BF16 numbers 136 = 128 + 8, which turns a nibble's sign, less two of 4.
+LARGE_PAIR: tl.constexpr = tl.constexpr(0x43084308 - 0x40804080)
 
 
 @triton.jit
@@ -50,10 +54,10 @@ def wide(bits):
 
 
 @triton.jit
-def halves(pairs, TOKENS: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr):
-    """FP32 numbers ``[tokens, words, lanes]`` of two BF16 in each int32 ``[tokens, words, lanes / 2]``."""
+def halves(pairs, TOKENS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr):
+    """FP32 numbers ``[tokens, parts, 4, lanes]`` of two BF16 in each int32 ``[tokens, parts, 4, lanes / 2]``."""
     low, high = pairs << 16, pairs & -65536
-    return tl.reshape(tl.join(low, high).to(tl.float32, bitcast=True), (TOKENS, WORDS, LANES))
+    return tl.reshape(tl.join(low, high).to(tl.float32, bitcast=True), (TOKENS, PARTS, 4, LANES))
 
 
 @triton.jit
@@ -104,18 +108,19 @@ def four_plus_zero_points(zero_points, four, begin, offset, inside):
 
 @triton.jit
 def group_steps(
-    scales, zero_points, super_scale, four, first, local, group, inside, GROUPS: tl.constexpr, SYMMETRIC: tl.constexpr
+    scales, zero_points, skew, super_scale, four, first, near, group, GROUPS: tl.constexpr, SYMMETRIC: tl.constexpr
 ):  # fmt: skip
-    """FP32 ``s'`` and ``4 + z`` of groups of channels, for ``local`` tokens and ``group`` as they broadcast."""
+    """FP32 ``s'`` and ``4 + z`` of groups of channels, for ``near`` tokens and ``group`` ``[1, ., .]``."""
     begin = first * GROUPS
-    offset = local[:, None, None] * GROUPS + group
-    scale = tl.load(scales + begin + offset, mask=inside)
+    offset = near[:, None, None] * GROUPS + group
+    inside = (group < GROUPS) & (offset >= 0)
+    scale = tl.load(scales + begin + offset, mask=inside, other=0)
     if SYMMETRIC:
         step = e4m3_number(scale)
-        zero = 5.0  # the stored code is level + 1
+        zero = tl.full(step.shape, 5.0, tl.float32)  # the stored code is level + 1
     else:
         step = step_of(scale, super_scale)
-        zero = four_plus_zero_points(zero_points, four, begin, offset, inside)
+        zero = four_plus_zero_points(zero_points, four, begin + skew, offset, inside)
     return step, zero
 
 
@@ -148,48 +153,71 @@ def stage_at(row, stream, tokens, STAGE: tl.constexpr, CHANNELS: tl.constexpr, T
 
 
 @triton.jit
-def centroid_rows(index, last_row, first, local, exists):
+def centroid_rows(index, last_row, first, near):
     """int32 row of each token's centroid; an index beyond the table gives its last row."""
-    return tl.minimum(tl.load(index + first + local, mask=exists).to(tl.int32), last_row)
+    return tl.minimum(tl.load(index + first + near).to(tl.int32), last_row)
 
 
 @triton.jit
 def centroid(
-    table, chosen, exists, FIRST: tl.constexpr,
-    CHANNELS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
+    table, chosen, FIRST: tl.constexpr,
+    CHANNELS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """FP32 centroids ``[tokens, words, lanes]`` of the rows ``chosen``, from channel ``FIRST``."""
+    """FP32 centroids ``[tokens, parts, 4, lanes]`` of the rows ``chosen``, from channel ``FIRST``."""
+    part = tl.arange(0, PARTS)[None, :, None] * (4 * LANES) + FIRST
     if ALIGNED:
-        pair = tl.arange(0, WORDS * LANES // 2) + FIRST // 2
-        both = table.to(tl.pointer_type(tl.int32)) + (chosen[:, None] * (CHANNELS // 2) + pair[None, :])
-        inside = exists[:, None] & (pair < CHANNELS // 2)[None, :]
-        loaded = tl.load(tl.multiple_of(both, (1, 2 * LANES)), mask=inside)
-        number = halves(tl.reshape(loaded, (TOKENS, WORDS, LANES // 2)), TOKENS, WORDS, LANES)
+        pair = part // 2 + tl.arange(0, 2 * LANES)[None, None, :]
+        both = table.to(tl.pointer_type(tl.int32)) + (chosen[:, None, None] * (CHANNELS // 2) + pair)
+        both = tl.multiple_of(both, (1, 1, 2 * LANES))
+        loaded = tl.load(both, mask=pair < CHANNELS // 2) if FIRST + PARTS * 4 * LANES > CHANNELS else tl.load(both)
+        number = halves(tl.reshape(loaded, (TOKENS, PARTS, 4, LANES // 2)), TOKENS, PARTS, LANES)
     else:
-        channel = tl.arange(0, WORDS * LANES) + FIRST
-        inside = exists[:, None] & (channel < CHANNELS)[None, :]
-        loaded = tl.load(table + (chosen[:, None] * CHANNELS + channel[None, :]), mask=inside)
-        number = tl.reshape(wide(loaded), (TOKENS, WORDS, LANES))
+        channel = part + tl.arange(0, 4 * LANES)[None, None, :]
+        loaded = tl.load(table + (chosen[:, None, None] * CHANNELS + channel), mask=channel < CHANNELS, other=0)
+        number = tl.reshape(wide(loaded), (TOKENS, PARTS, 4, LANES))
     return number
 
 
 @triton.jit
+def nibbles(words, four, TOKENS: tl.constexpr, PARTS: tl.constexpr):
+    """Small integers ``[tokens, parts, 4, 8]`` of words of eight nibbles each, exact.
+
+    A BF16 number between 128 and 256 whose last four bits are a nibble is as much larger than 128; two are made at once.
+    """
+    pairs = (words[:, :, :, None] >> (tl.arange(0, 4) * 4)[None, None, None, :]) & NIBBLE_PAIR
+    pairs ^= (four | four >> 16) + LARGE_PAIR
+    low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    number = tl.permute(tl.join(low, high).to(MATRIX_DTYPE) - 136.0, (0, 1, 2, 4, 3))
+    return tl.reshape(number, (TOKENS, PARTS, 4, 8))
+
+
+@triton.jit
 def integer_centroid(
-    row, stream, table, chosen, exists, FIRST: tl.constexpr, TABLE_BITS: tl.constexpr,
-    CHANNELS: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
+    row, stream, table, chosen, four, FIRST: tl.constexpr, TABLE_BITS: tl.constexpr,
+    CHANNELS: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The same of a table of small integers, which has a scale per channel; the product is exact."""
-    channel = tl.arange(0, WORDS * LANES) + FIRST
+    """The same of a table of small integers, which has a scale per channel; the product is exact, as BF16 too."""
+    channel = tl.arange(0, PARTS)[None, :, None] * (4 * LANES) + tl.arange(0, 4 * LANES)[None, None, :] + FIRST
+    inside = channel < CHANNELS
+    # Of every second token, so that each thread has those of its words, once.
     scales = halves_at(tl.load(row + STAGE_FIELDS + TABLE_SCALES), stream * CHANNELS)
-    scale = wide(tl.load(scales + channel, mask=channel < CHANNELS, other=0))
-    if TABLE_BITS == 8:
-        inside = exists[:, None] & (channel < CHANNELS)[None, :]
-        loaded = tl.load(table + (chosen[:, None] * CHANNELS + channel[None, :]), mask=inside)
-        code = loaded.to(tl.int8, bitcast=True).to(tl.float32)
+    addresses = scales + (channel + tl.arange(0, TOKENS // 2)[:, None, None] * 0)
+    if ALIGNED:
+        addresses = tl.multiple_of(addresses, (1, 1, 2 * LANES))
+    scale = tl.load(addresses, mask=inside, other=0)[None, :, :, :]
+    scale = tl.reshape(tl.broadcast_to(scale, (2, TOKENS // 2, PARTS, 4 * LANES)), (TOKENS, PARTS, 4, LANES))
+    if TABLE_BITS == 4 and LANES == 8:
+        word = (tl.arange(0, PARTS) * 4)[None, :, None] + tl.arange(0, 4)[None, None, :] + FIRST // 8
+        words = table.to(tl.pointer_type(tl.int32)) + (chosen[:, None, None] * (CHANNELS // 8) + word)
+        code = nibbles(tl.load(words, mask=word < CHANNELS // 8, other=0), four, TOKENS, PARTS)
+        number = (code * scale.to(tl.bfloat16, bitcast=True).to(MATRIX_DTYPE)).to(tl.float32)
     else:
-        pair = tl.arange(0, WORDS * LANES // 2) + FIRST // 2
-        inside = exists[:, None] & (pair < CHANNELS // 2)[None, :]
-        both = tl.load(table + (chosen[:, None] * (CHANNELS // 2) + pair[None, :]), mask=inside).to(tl.int32)
-        low, high = (both << 28) >> 28, (both << 24) >> 28
-        code = tl.reshape(tl.join(low, high), (TOKENS, WORDS * LANES)).to(tl.float32)
-    return tl.reshape(code * scale[None, :], (TOKENS, WORDS, LANES))
+        if TABLE_BITS == 4:
+            byte = tl.load(table + (chosen[:, None, None] * (CHANNELS // 2) + channel // 2), mask=inside, other=0)
+            code = (byte.to(tl.int32) << (28 - channel % 2 * 4)) >> 28
+        else:
+            code = tl.load(table + (chosen[:, None, None] * CHANNELS + channel), mask=inside, other=0)
+            code = code.to(tl.int8, bitcast=True)
+        number = tl.reshape(code.to(tl.float32), (TOKENS, PARTS, 4, LANES)) * wide(scale)
+    return number

@@ -8,6 +8,7 @@ matrix of the index; and, in a fixed order, the sum of the pieces, which also pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +21,7 @@ from quantwm_core.integer_table import EXACT_BITS
 from quantwm_kernels.codebook import Metric, index_shape, table_shape
 from quantwm_kernels.launch import LAUNCHES, Launch, ceil_div, on_device, ranks, shared_memory
 from quantwm_kernels.triton import integer_table
-from quantwm_kernels.triton.assignment import assign_kernel, nearest_kernel, sum_kernel
+from quantwm_kernels.triton.assignment import RANKS_PER_WORD, assign_kernel, nearest_kernel, sum_kernel
 from quantwm_kernels.triton.frame import DIAGONAL, FULL, UNIFORM, frame_kernel, magnitude_kernel, table_kernel
 from quantwm_kernels.triton.layer import Layer, Pair, padded
 
@@ -29,6 +30,9 @@ WIDE = 128
 SPARE_BYTES = 2048
 BF16_PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """How many BF16 numbers add up to one of another format."""
+
+Step = Callable[[], object]
+"""A launch, to be made again."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Frame:
         metric: None, FP32 ``[S, D]`` or ``[S, D, D]``.
         table: FP32 ``[S, C, D]``.
         offset, exponent: FP32 ``[S, D]`` and int32 ``[S]``.
-        largest: int32 ``[S]``, bits of the largest magnitude of the tokens, above infinity's where one is no number.
+        products: int32 ``[S]``, how many products of BF16 rank a stream.
         high, low: BF16 ``[S, C, D]``, minus twice the weighted centroids.
         bias: FP32 ``[S, C]``.
         stored: BF16 ``[streams of a tensor, C, D]`` of each tensor, the codebooks that are kept.
@@ -51,7 +55,7 @@ class Frame:
     table: Tensor
     offset: Tensor
     exponent: Tensor
-    largest: Tensor
+    products: Tensor
     high: Tensor
     low: Tensor
     bias: Tensor
@@ -61,6 +65,11 @@ class Frame:
     def centroids(self) -> int:
         """Rows of a codebook."""
         return self.table.shape[1]
+
+    @property
+    def kind(self) -> tl.constexpr:
+        """What kind of metric it is."""
+        return UNIFORM if self.metric is None else DIAGONAL if self.metric.ndim == 2 else FULL
 
     @property
     def rounds_are_centred(self) -> bool:
@@ -79,13 +88,8 @@ def magnitudes_of(layer: Layer) -> Tensor:
     return magnitudes
 
 
-def begin(
-    layer: Layer, centroids: int, metric: Tensor | None, initial: Tensor | None, largest: Tensor | None = None
-) -> Frame:
-    """Bring a codebook of ``[S, centroids, D]``, given or made of tokens, and its streams into a frame.
-
-    ``largest`` is memory for the frame's field of that name.
-    """
+def begin(layer: Layer, centroids: int, metric: Tensor | None, initial: Tensor | None) -> Frame:
+    """Bring a codebook of ``[S, centroids, D]``, given or made of tokens, and its streams into a frame."""
     channels = layer.channels
     table = layer.empty(centroids, channels, dtype=torch.float32)
     if initial is not None:
@@ -96,17 +100,15 @@ def begin(
         table,
         layer.empty(channels, dtype=torch.float32),
         layer.empty(dtype=torch.int32),
-        layer.empty(dtype=torch.int32) if largest is None else largest,
+        layer.empty(dtype=torch.int32),
         layer.empty(centroids, channels, dtype=torch.bfloat16),
         layer.empty(centroids, channels, dtype=torch.bfloat16),
         layer.empty(centroids, dtype=torch.float32),
         layer.pair(centroids, channels, dtype=torch.bfloat16),
     )
-    magnitudes, wide = magnitudes_of(layer), padded(channels)
-    pieces, launch = magnitudes.shape[1], LAUNCHES["frame"]
     frame_kernel[layer.streams,](
-        *layer.source, magnitudes, table, frame.offset, frame.exponent, frame.largest, layer.tokens, centroids, pieces,
-        initial is None, channels, wide, PIECES=padded(pieces, 1), **launch.options,
+        *layer.source, table, table if metric is None else metric, frame.offset, frame.exponent, frame.products, layer.tokens,
+        centroids, initial is None, frame.kind.value, channels, padded(channels), **LAUNCHES["frame"].options,
     )  # fmt: skip
     return frame
 
@@ -120,10 +122,16 @@ def refine(frame: Frame, iterations: int, bits: int = EXACT_BITS) -> tuple[Tenso
     """
     exact = bits == EXACT_BITS
     prepare(frame, None, final=exact and iterations == 0)
-    index = frame.layer.empty(frame.layer.tokens, dtype=torch.uint8)
-    for iteration in range(iterations):
-        assign(frame, index)
-        prepare(frame, add_members(frame, index), final=exact and iteration == iterations - 1)
+    if iterations:
+        index = frame.layer.empty(frame.layer.tokens, dtype=torch.uint8)
+        steps = [assign(frame, index)]
+        update, added = add_members(frame, index)
+        steps.append(added)
+        if iterations > 1:  # what is launched again need not be looked at again
+            steps = [*prepare(frame, update, final=False), *steps]
+            for step in steps[-2:] + steps * (iterations - 2):
+                step()
+        prepare(frame, update, final=exact)
     if exact:
         return None
     codes, scales = integer_table.encode(frame.table, bits)
@@ -132,18 +140,18 @@ def refine(frame: Frame, iterations: int, bits: int = EXACT_BITS) -> tuple[Tenso
     return codes, scales
 
 
-def assign(frame: Frame, index: Tensor) -> None:
+def assign(frame: Frame, index: Tensor) -> Step:
     """Nearest centroid of every token, as a round of k-means needs it, into uint8 ``[S, N]``."""
     layer, launch = frame.layer, _table_launch("assign_centroids", frame, tables=1)
     per_piece, pieces = layer.split(launch)
-    assign_kernel[layer.streams, pieces](
-        *layer.source, frame.offset, frame.exponent, frame.high, frame.bias, index, layer.tokens, frame.centroids,
-        per_piece, frame.rounds_are_centred, layer.channels, padded(layer.channels), padded(frame.centroids),
-        **launch.options,
+    return assign_kernel[layer.streams, pieces](
+        *layer.source, frame.offset, frame.exponent, frame.high, frame.bias, index, layer.tokens,
+        frame.centroids, per_piece, frame.rounds_are_centred, layer.channels, padded(layer.channels),
+        padded(frame.centroids), **launch.options,
     )  # fmt: skip
 
 
-def add_members(frame: Frame, index: Tensor) -> tuple[Tensor, Tensor]:
+def add_members(frame: Frame, index: Tensor) -> tuple[tuple[Tensor, Tensor], Step]:
     """Sums ``[S, pieces, C, D]`` and numbers ``[S, pieces, C]`` of the tokens of every centroid, FP32."""
     layer = frame.layer
     launch = LAUNCHES["sum_members" if layer.channels <= WIDE else "sum_members_wide"]
@@ -151,36 +159,35 @@ def add_members(frame: Frame, index: Tensor) -> tuple[Tensor, Tensor]:
     per_piece, pieces = layer.split(launch, layer.streams * blocks * ranks())
     sums = layer.empty(pieces, frame.centroids, layer.channels, dtype=torch.float32)
     counts = layer.empty(pieces, frame.centroids, dtype=torch.float32)
-    sum_kernel[layer.streams, pieces, blocks](
-        *layer.source, index, sums, counts, layer.tokens, frame.centroids, per_piece, BF16_PARTS[layer.first.dtype],
-        layer.channels, padded(layer.channels), **launch.options,
+    step = sum_kernel[layer.streams, pieces, blocks](
+        *layer.source, index, sums, counts, layer.tokens, frame.centroids, per_piece,
+        BF16_PARTS[layer.first.dtype], layer.channels, padded(layer.channels), **launch.options,
     )  # fmt: skip
-    return sums, counts
+    return (sums, counts), step
 
 
-def prepare(frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool) -> None:
+def prepare(frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool) -> list[Step]:
     """New centroids from sums and counts, and what the next assignment takes."""
-    metric = frame.metric
-    kind = UNIFORM if metric is None else DIAGONAL if metric.ndim == 2 else FULL
+    kind = frame.kind
     if kind is FULL and update is not None:  # a full metric reads whole rows, so they must stand in memory first
-        _table(frame, update, UNIFORM, final=False)
-        update = None
-    _table(frame, update, kind, final=final)
+        return [_table(frame, update, UNIFORM, final=False), _table(frame, None, kind, final=final)]
+    return [_table(frame, update, kind, final=final)]
 
 
 def rank(frame: Frame, first_ranks: int, second_ranks: int) -> Tensor:
-    """Indices of the nearest stored centroids, uint8 ``[S, N, ranks]``; ranks beyond a tensor's own are not written."""
+    """Indices of the nearest stored centroids, uint8 ``[S, N, ranks]``; ranks beyond a tensor's own mean nothing."""
     layer, launch = frame.layer, _table_launch("rank_centroids", frame, tables=2)
-    most = max(first_ranks, second_ranks)
-    found = layer.empty(layer.tokens, most, dtype=torch.uint8)
+    words = ceil_div(max(first_ranks, second_ranks), RANKS_PER_WORD)
+    found = layer.empty(layer.tokens, words, dtype=torch.int32)
     per_piece, pieces = layer.split(launch)
     wide = padded(layer.channels)
     nearest_kernel[layer.streams, pieces](
-        *layer.source, frame.offset, frame.exponent, frame.high, frame.low, frame.bias, found, layer.tokens,
-        frame.centroids, per_piece, first_ranks, second_ranks, most, layer.channels, wide, padded(frame.centroids),
+        *layer.source, frame.offset, frame.exponent, frame.products, frame.high, frame.low, frame.bias, found, layer.tokens,
+        frame.centroids, per_piece, first_ranks, second_ranks, words, not frame.rounds_are_centred, layer.channels, wide,
+        padded(frame.centroids),
         **launch.options,
     )  # fmt: skip
-    return found
+    return found.view(torch.uint8)
 
 
 def fit(
@@ -235,8 +242,8 @@ def nearest(values: Tensor, centroids: Tensor, metric: Metric = None, count: int
     if not 1 <= count <= size:
         raise ParameterError(f"{count} nearest of {size} centroids: need 1 to {size}")
     with on_device(values, "values"):
-        found = rank(framed(values, centroids, metric), count, count)
-    return found.view(index_shape(values.shape, count)).long()
+        found = rank(framed(values, centroids, metric), count, count)[..., :count]
+    return found.reshape(index_shape(values.shape, count)).long()
 
 
 def framed(values: Tensor, centroids: Tensor, metric: Metric) -> Frame:
@@ -278,13 +285,14 @@ def _table_launch(name: str, frame: Frame, tables: int) -> Launch:
     return replace(streamed, blocks={**streamed.blocks, "BLOCK_K": min(wide, streamed.blocks["BLOCK_K"])})
 
 
-def _table(frame: Frame, update: tuple[Tensor, Tensor] | None, kind: tl.constexpr, *, final: bool) -> None:
+def _table(frame: Frame, update: tuple[Tensor, Tensor] | None, kind: tl.constexpr, *, final: bool) -> Step:
     launch, channels = LAUNCHES["prepare_centroids"], frame.layer.channels
     sums, counts = (frame.table, frame.bias) if update is None else update
     pieces = 0 if update is None else sums.shape[1]
     wide = padded(channels)
-    table_kernel[frame.layer.streams, ceil_div(frame.centroids, launch.blocks["ROWS"])](
-        frame.table, frame.offset, frame.exponent, frame.table if frame.metric is None else frame.metric, sums, counts,
-        frame.high, frame.low, frame.bias, *frame.stored, frame.layer.per_tensor, frame.centroids, pieces, update is not None, final,
-        kind.value, final or frame.rounds_are_centred, channels, wide, BLOCK_K=min(wide, 32), **launch.options,
+    return table_kernel[frame.layer.streams, ceil_div(frame.centroids, launch.blocks["ROWS"])](
+        frame.table, frame.offset, frame.exponent,
+        frame.products, frame.table if frame.metric is None else frame.metric, sums, counts, frame.high, frame.low, frame.bias,
+        *frame.stored, frame.layer.per_tensor, frame.centroids, pieces, update is not None, final, kind.value,
+        frame.rounds_are_centred, channels, wide, BLOCK_K=min(wide, 32), **launch.options,
     )  # fmt: skip

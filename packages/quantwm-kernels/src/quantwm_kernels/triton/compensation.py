@@ -16,6 +16,7 @@ from quantwm_core import psac
 from quantwm_kernels.recipe import Field, Steps
 from quantwm_kernels.triton.clustered import bytes_at, halves_at, wide
 from quantwm_kernels.triton.domain import MATRIX_DTYPE
+from quantwm_kernels.triton.rows import channel_of
 
 BASIS: tl.constexpr = tl.constexpr(int(Field.BASIS))
 COEFFICIENT_SCALES: tl.constexpr = tl.constexpr(int(Field.COEFFICIENT_SCALES))
@@ -31,46 +32,23 @@ TOKENS_PER_COUNT: tl.constexpr = tl.constexpr(psac.TOKENS_PER_COUNT)
 HIGH_HALF: tl.constexpr = tl.constexpr(-65536)
 FLAGS: tl.constexpr = tl.constexpr(64)
 # What the argument SPARSE says.
+DENSE: tl.constexpr = tl.constexpr(int(Steps.DENSE))
 EITHER: tl.constexpr = tl.constexpr(int(Steps.EITHER))
 NIBBLES: tl.constexpr = tl.constexpr(int(Steps.NIBBLES))
 # Directions of a matrix operand; more than MOST are taken in parts of as many, and no operand is kept.
 FEW: tl.constexpr = tl.constexpr(8)
 MOST: tl.constexpr = tl.constexpr(16)
-WORDS_PER_PART: tl.constexpr = tl.constexpr(4)
-
-
-@triton.jit
-def channel_of(column, LANES: tl.constexpr):
-    """Channel of a column of the product.
-
-    Thread ``q`` of four holds columns ``2q`` and ``2q + 1`` of every eight. A part of the tile is four words, one for each
-    of these threads: column ``8j + 2q + e`` of a part is lane ``2j + e`` of word ``q``.
-    """
-    part, inside = column // (WORDS_PER_PART * LANES), column % (WORDS_PER_PART * LANES)
-    word, lane = inside % 8 // 2, inside // 8 * 2 + inside % 2
-    return (part * WORDS_PER_PART + word) * LANES + lane
-
-
-@triton.jit
-def part_of(product, PART: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr):
-    """``[tokens, 4, lanes]`` of the product's columns that belong to a part."""
-    ordered = tl.permute(tl.reshape(product, (TOKENS, PARTS, LANES // 2, WORDS_PER_PART, 2)), (0, 3, 2, 4, 1))
-    rest = ordered
-    for bit in tl.static_range(5):
-        if PARTS >> bit > 1:
-            even, odd = tl.split(tl.reshape(rest, (TOKENS, WORDS_PER_PART, LANES, PARTS >> (bit + 1), 2)))
-            rest = odd if (PART >> bit) & 1 else even
-    return tl.reshape(rest, (TOKENS, WORDS_PER_PART, LANES))
+# Bytes of a token's steps that four threads can take two each of.
+QUICK_NBYTES: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
 def directions(
-    row, stream, begin, present,
+    row, stream, direction, present, FIRST: tl.constexpr,
     CHANNELS: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Matrix operand ``[2 * PADDED, WIDE]``: high and low parts of ``a_i U_ji`` for directions from ``begin``."""
-    direction = begin + tl.arange(0, 2 * PADDED) % PADDED
-    channel = channel_of(tl.arange(0, WIDE), LANES)
+    """Matrix operand ``[2 * PADDED, WIDE]``: high and low parts of ``a_i U_ji`` for directions; channels from ``FIRST``."""
+    channel = channel_of(tl.arange(0, WIDE), LANES) + FIRST
     known = present & (direction < RANK)
     basis = halves_at(tl.load(row + BASIS), stream * CHANNELS * RANK)
     exists = known[:, None] & (channel < CHANNELS)[None, :]
@@ -84,11 +62,15 @@ def directions(
 
 @triton.jit
 def kept_directions(
-    row, stream, present, CHANNELS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr
-):
+    row, stream, present, FIRST: tl.constexpr, CHANNELS: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr,
+    WIDE: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """The operand that serves all tokens of a stream, where the directions are few enough to keep it."""
     PADDED: tl.constexpr = FEW if RANK <= FEW else MOST
-    return directions(row, stream, 0, present, CHANNELS, RANK, PADDED, WIDE, LANES)
+    order = tl.arange(0, 2 * PADDED) % PADDED
+    if ALIGNED and (RANK == 16 and SPARSE == NIBBLES):  # as :func:`quick_operand` has them
+        order = order % 8 // 2 * 4 + order // 8 * 2 + order % 2
+    return directions(row, stream, order, present, FIRST, CHANNELS, RANK, PADDED, WIDE, LANES)
 
 
 @triton.jit
@@ -175,14 +157,15 @@ def sparse_steps(
 
 @triton.jit
 def steps_operand(
-    dense, bitmap, counts, values, size, flag, first, local, exists, begin,
+    dense, bitmap, counts, values, size, flag, origin, first, near, begin,
     RANK: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr, SPARSE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Matrix operand ``[tokens, 2 * PADDED]``: the steps of directions from ``begin``, twice."""
+    local, exists = tl.arange(0, BLOCK_TOKENS), near == tl.arange(0, BLOCK_TOKENS)
     direction = begin + tl.arange(0, 2 * PADDED) % PADDED
     if SPARSE == EITHER:
         if flag != 0:
-            once = sparse_steps(bitmap, counts, values, size, first, local, exists, begin, RANK, PADDED, ALL)
+            once = sparse_steps(bitmap, counts, values, size, origin + first, local, exists, begin, RANK, PADDED, ALL)
             steps = tl.reshape(tl.permute(tl.join(once, once), (0, 2, 1)), (BLOCK_TOKENS, 2 * PADDED))
         else:
             steps = dense_steps(dense, first, local, exists, direction, RANK, SPARSE)
@@ -192,24 +175,53 @@ def steps_operand(
 
 
 @triton.jit
-def correction(
-    row, stream, kept, dense, bitmap, counts, values, size, flag, first, local, exists,
-    CHANNELS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, SPARSE: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
+def quick_steps(dense, present, first, near, RANK: tl.constexpr, SPARSE: tl.constexpr, ALIGNED: tl.constexpr):
+    """int32 ``[tokens, 4]``: the steps of a token, two bytes for each of four threads; ``near`` where that is not how they lie."""
+    if ALIGNED and ((RANK == 8 and SPARSE == DENSE) or (RANK == 16 and SPARSE == NIBBLES)):
+        words = dense.to(tl.pointer_type(tl.uint16)) + first * (QUICK_NBYTES // 2)
+        words += near[:, None] * (QUICK_NBYTES // 2) + tl.arange(0, 4)[None, :]
+        steps = tl.load(words, mask=present, other=0).to(tl.int32)
+    else:
+        steps = near
+    return steps
+
+
+@triton.jit
+def quick_operand(steps, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """Matrix operand ``[tokens, 2 * RANK]`` of :func:`quick_steps`, rows in natural order: every step, twice."""
+    PARTS: tl.constexpr = RANK // 8
+    bits: tl.constexpr = 8 // PARTS
+    lane = tl.arange(0, 2 * PARTS)[None, None, :]
+    step = ((steps[:, :, None] << (32 - bits - lane * bits)) >> (32 - bits)).to(tl.float32).to(MATRIX_DTYPE)
+    step = tl.permute(tl.reshape(step, (2, BLOCK_TOKENS // 16, 8, 4, PARTS, 2)), (1, 0, 2, 4, 3, 5))
+    twice = tl.join(step, step)
+    return tl.reshape(tl.permute(twice, (0, 1, 2, 6, 3, 4, 5)), (BLOCK_TOKENS, 2 * RANK))
+
+
+@triton.jit
+def compensated(
+    total, steps, row, stream, kept, dense, bitmap, counts, values, size, flag, origin, first, near, FIRST: tl.constexpr,
+    CHANNELS: tl.constexpr, RANK: tl.constexpr, SPARSE: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """FP32 ``[tokens, WIDE]`` that PSAC adds, columns as :func:`channel_of` says."""
+    """Add to FP32 ``[tokens, WIDE]`` in matrix order what PSAC adds; ``near`` are tokens in natural order.
+
+    Tokens are counted from ``origin``, where ``dense`` points.
+    """
     PADDED: tl.constexpr = FEW if RANK <= FEW else MOST
-    if RANK <= MOST:
-        steps = steps_operand(
+    if ALIGNED and ((RANK == 8 and SPARSE == DENSE) or (RANK == 16 and SPARSE == NIBBLES)):
+        total = tl.dot(quick_operand(steps, RANK, BLOCK_TOKENS), kept, total, input_precision="ieee")
+    elif RANK <= MOST:
+        operand = steps_operand(
             dense,
             bitmap,
             counts,
             values,
             size,
             flag,
+            origin,
             first,
-            local,
-            exists,
+            near,
             0,
             RANK,
             PADDED,
@@ -217,14 +229,14 @@ def correction(
             SPARSE,
             BLOCK_TOKENS,
         )
-        total = tl.dot(steps, kept, input_precision="ieee")
+        total = tl.dot(operand, kept, total, input_precision="ieee")
     else:
-        total = tl.zeros((BLOCK_TOKENS, WIDE), tl.float32)
         for begin in range(0, RANK, PADDED):
-            steps = steps_operand(
-                dense, bitmap, counts, values, size, flag, first, local, exists, begin,
+            operand = steps_operand(
+                dense, bitmap, counts, values, size, flag, origin, first, near, begin,
                 RANK, PADDED, WIDE, SPARSE, BLOCK_TOKENS,
             )  # fmt: skip
-            part = directions(row, stream, begin, True, CHANNELS, RANK, PADDED, WIDE, LANES)
-            total = tl.dot(steps, part, total, input_precision="ieee")
+            direction = begin + tl.arange(0, 2 * PADDED) % PADDED
+            part = directions(row, stream, direction, True, FIRST, CHANNELS, RANK, PADDED, WIDE, LANES)
+            total = tl.dot(operand, part, total, input_precision="ieee")
     return total

@@ -53,9 +53,8 @@ def super_scale_of(largest):
 
 
 @triton.jit
-def stored_scale(step, super_scale):
-    """int32 with the E4M3 byte of a step under its super-scale; a positive step never becomes zero."""
-    ratio = tl.div_rn(step, super_scale)
+def stored_ratio(step, ratio):
+    """int32 with the E4M3 byte of a step that is ``ratio`` super-scales; a positive step never becomes zero."""
     bits = e4m3_bits(tl.minimum(ratio, E4M3_MAX))
     return tl.where((step > 0) & (bits == 0), 1, bits)
 
@@ -73,7 +72,8 @@ def encode_kernel(steps, largest, stored, super_scale, per_stream, total, BLOCK:
     inside = index < total
     stream = index // per_stream
     scale = super_scale_of(tl.load(largest + stream, mask=inside, other=1.0))
-    bits = stored_scale(tl.load(steps + index, mask=inside, other=0.0), scale)
+    step = tl.load(steps + index, mask=inside, other=0.0)
+    bits = stored_ratio(step, tl.div_rn(step, scale))
     tl.store(stored + index, bits.to(tl.uint8), mask=inside)
     tl.store(super_scale + stream, scale, mask=inside & (index % per_stream == 0))
 

@@ -1,12 +1,12 @@
 """Sealing the tensors of a layer on a GPU: keys and values share every launch where they can, and nothing is waited for.
 
-Launches of ``quantwm`` with the paper's settings do not grow with streams: seven, three a round of k-means (four with
+Launches of ``quantwm`` with the paper's settings do not grow with streams: six, three a round of k-means (four with
 ``metric="full"``), three more for PSAC, and two more where the groups of a token are no power of two. Beside the unit and
 what is stored of it, ``S`` streams of ``N`` tokens need while they are sealed, in bytes::
 
     8 S C D                     codebooks, FP32 and their weighted copies in two parts of BF16
     4 S C D * pieces            sums of a round; pieces = programs that the device runs at once / programs of a piece
-    S N (m + 1)                 m candidates of every token, and the nearest of a round
+    S N (4 ceil(m / 4) + 1)     m candidates of every token, and the nearest of a round
     2 S N r + 2 S r N / tile    FP32 coefficients of the keys, half of the streams, and their peaks
 
 A unit below 64 MiB is sealed by replaying what was recorded when one like it was sealed the second time
@@ -241,14 +241,17 @@ def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) 
         raise ParameterError(f"quantwm rank {method.rank}: need at most {channels}, the head dimension")
     layer = Layer.of(*(job.exact for job in jobs))
     known = moment if keys else None
-    directions = _Directions(known.mean, method.rank) if known is not None and method.rank else None
+    begun = _now(layer.first.device)
     weights, metric = _metric(layer, method, known, status)
     warm = [table.flatten(0, 1) for table in map(_warm, jobs) if table is not None]
     rows = _rows(method, tokens)
-    frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None, status[Status.MAGNITUDE])
+    frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None)
     coded = codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations, method.centroid_bits)
     candidates = min(method.candidates, rows) if keys else 1
-    index, largest = qsac.choose_layer(frame, codebook.rank(frame, candidates, 1), group, weights, candidates, 1)
+    # Behind the rounds, whose launches a device is waiting for, but not after them.
+    directions = _Directions(known.mean, method.rank, begun) if known is not None and method.rank else None
+    nearest = codebook.rank(frame, candidates, 1)
+    index, largest = qsac.choose_layer(frame, nearest, group, weights, candidates, 1, status[Status.MAGNITUDE])
     along = None if directions is None else Projection.onto(directions.matrix(), tokens)
     fed_back = None
     if known is not None and method.rounding == "feedback":
@@ -273,14 +276,20 @@ class _Directions:
 
     Few programs take long over them, so they would leave a device idle.
 
+    Args:
+        mean: FP32 ``[B, H, D, D]``.
+        rank: How many.
+        begun: Behind what they are found; None where there is no device.
+
     Attributes:
         basis, energies: As :func:`quantwm_kernels.triton.statistics.principal_basis` returns them.
     """
 
-    def __init__(self, mean: Tensor, rank: int) -> None:
-        self._stream = _beside(mean.device) if mean.is_cuda else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(mean.device))
+    def __init__(self, mean: Tensor, rank: int, begun: torch.cuda.Event | None) -> None:
+        self._stream = None
+        if begun is not None:
+            self._stream = _beside(mean.device)
+            self._stream.wait_event(begun)
         with torch.cuda.stream(self._stream):
             self.basis, self.energies = statistics.principal_basis(mean, rank)
             self._matrix = psac.projection_of(self.basis.flatten(0, 1))
@@ -293,6 +302,11 @@ class _Directions:
             for each in (self.basis, self.energies, self._matrix):
                 each.record_stream(caller)
         return self._matrix
+
+
+def _now(device: torch.device) -> torch.cuda.Event | None:
+    """An event of the current stream of a CUDA device."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def _beside(device: torch.device) -> torch.cuda.Stream:
@@ -364,9 +378,10 @@ def _qvg(jobs: Sequence[Asked], status: Tensor) -> list[Arrays]:
     named: dict[str, tuple[Tensor, Tensor]] = {}
     for stage in range(method.stages):
         suffix = f"_{stage + 1}" if stage else ""
-        frame = codebook.begin(layer, rows, None, None, None if stage else status[Status.MAGNITUDE])
+        frame = codebook.begin(layer, rows, None, None)
         codebook.refine(frame, method.iterations)
-        index, largest = qsac.choose_layer(frame, codebook.rank(frame, 1, 1), group, None, 1, 1)
+        magnitudes = None if stage else status[Status.MAGNITUDE]
+        index, largest = qsac.choose_layer(frame, codebook.rank(frame, 1, 1), group, None, 1, 1, magnitudes)
         named |= {f"index{suffix}": index, f"centroids{suffix}": frame.stored}
         residual = Residual(index, frame.stored)
         if stage + 1 < method.stages:

@@ -23,6 +23,9 @@ from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import padded
 from quantwm_kernels.triton.principal import principal_kernel
 
+KEPT = 128
+"""Head dimension up to which a moment stays in fast memory while its principal directions are found."""
+
 
 @kernel(do_not_specialize=["tokens", "per_piece", "share"])
 def moment_kernel(
@@ -213,7 +216,7 @@ def principal_basis(mean: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     streams, wide = energies.numel() // rank, padded(channels)
     width = min(wide, padded(2 * rank))
     block = torch.empty((streams, wide, width), dtype=torch.float32, device=mean.device)
-    options = LAUNCHES["principal_basis"].options
+    options = LAUNCHES["principal_basis" + ("_wide" if wide > KEPT else "_128" if wide == KEPT else "")].options
     options["BLOCK_K"] = min(options["BLOCK_K"], wide)  # rows of the block that are read at once are its own
     with on_device(mean, "query moment"):
         principal_kernel[streams,](

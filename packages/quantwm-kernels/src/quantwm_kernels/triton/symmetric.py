@@ -10,7 +10,8 @@ import triton.language as tl
 from quantwm_core.affine import check_group_size
 from quantwm_core.packing import packed_size
 from quantwm_kernels.launch import LAUNCHES, ceil_div
-from quantwm_kernels.triton.affine import Residual, as_e4m3, group_sizes, least_above, store_codes
+from quantwm_kernels.triton.affine import Residual, as_e4m3, group_sizes, store_codes
+from quantwm_kernels.triton.grid import least_rounding_to, mirrored
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Layer, Pair, of_pair, rows_of
 from quantwm_kernels.triton.scales import E4M3_MAX, e4m3_bits, e4m3_number
@@ -50,12 +51,12 @@ def encode_kernel(
     bits = e4m3_bits(tl.minimum(tl.max(tl.abs(residual), axis=2), E4M3_MAX))
     step = e4m3_number(bits)
     divisor = tl.where(step > 0, step, 1.0)
-    code = (residual >= least_above(divisor, 1, 1.0)[:, :, None]).to(tl.int32)
-    code += (residual >= least_above(divisor, 2, 1.0)[:, :, None]).to(tl.int32)
+    bound = least_rounding_to(divisor, 1)
+    code = (residual >= mirrored(bound)[:, :, None]).to(tl.int32) + (residual >= bound[:, :, None]).to(tl.int32)
     code = tl.where((step > 0)[:, :, None], code, 1)
     row = own * tokens + token
     tl.store(scales + row[:, None] * GROUPS + group[None, :], bits.to(tl.uint8), mask=cell)
-    store_codes(codes, code, row, cell, group, CHANNELS, GROUP, GROUPS_2, GROUP_2, TILE)
+    store_codes(codes, code, row, cell, group, 0, CHANNELS, GROUP, GROUPS_2, GROUP_2, TILE)
 
 
 def encode_layer(layer: Layer, group_size: int, residual: Residual) -> SymmetricCode:

@@ -1,8 +1,10 @@
 """Reading transform codes on a GPU: numbers of a tile of tokens times the matrix of a stream, by matrix units.
 
-A *number* is what a direction of a token is multiplied by: the level of a code, or a coordinate of a rotation. Both and
-the matrix are BF16 exactly as :mod:`quantwm_core.transform` rounds them, and the sum is FP32. Columns of the product
-stand as :func:`quantwm_kernels.triton.compensation.channel_of` says. Where codes lie is drawn in :mod:`quantwm_core.blocks`.
+A *number* is what a row of the matrix is multiplied by: a coordinate of a rotation, or a *digit* of a transform code less 3/2.
+Whatever bits a direction has, a byte of codes is four digits to base 4: a code of 8 bits is four of them, with rows of the
+matrix that are 1, 4, 16 and 64 times that of its direction, so ``code - (4**n - 1) / 2`` is what ``n`` digits come to. Numbers and
+matrix are BF16, exactly what :mod:`quantwm_core.transform` multiplies, and the sum is FP32. Columns of the product stand
+as :func:`quantwm_kernels.triton.rows.channel_of` says. Where codes lie is drawn in :mod:`quantwm_core.blocks`.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from quantwm_kernels import recipe
 from quantwm_kernels.recipe import WORDS_PER_STREAM, Field, Form, Place
 from quantwm_kernels.triton.arithmetic import product
 from quantwm_kernels.triton.clustered import bytes_at, halves_at, wide
-from quantwm_kernels.triton.compensation import WORDS_PER_PART, channel_of, part_of
+from quantwm_kernels.triton.compensation import HIGH_HALF
 from quantwm_kernels.triton.domain import MATRIX_DTYPE, to_bf16
 from quantwm_kernels.triton.packing import CODE_BITS, CODES_PER_BYTE
+from quantwm_kernels.triton.rows import WORDS_PER_PART, reordered
 
 TRANSFORM: tl.constexpr = tl.constexpr(int(Form.TRANSFORM))
 CODES: tl.constexpr = tl.constexpr(int(Field.CODES))
@@ -38,14 +41,17 @@ EIGHT: tl.constexpr = tl.constexpr(int(Place.EIGHT))
 FOUR: tl.constexpr = tl.constexpr(int(Place.FOUR))
 TWO: tl.constexpr = tl.constexpr(int(Place.TWO))
 BLOCK: tl.constexpr = tl.constexpr(allocation.BLOCK)
-DIRECTIONS_PER_WORD: tl.constexpr = tl.constexpr(recipe.DIRECTIONS_PER_WORD)
-# 2**23 and 2**22: a number that is as large and has the bits of a code as its last is the larger by that code, or half of it.
+FEWEST_DIGITS: tl.constexpr = tl.constexpr(recipe.FEWEST_DIGITS)
+DIGITS_PER_WORD: tl.constexpr = tl.constexpr(16)
+# BF16 numbers from 4 to 8 whose bits 5 and 6 are a digit are 4 more than that; two of them.
+DIGIT_BITS: tl.constexpr = tl.constexpr(0x00600060)
+# 2**23: a number that is as large and has the bits of an integer as its last is the larger by that.
 LARGE_INTEGER: tl.constexpr = tl.constexpr(0x4B000000)
-LARGE_HALF: tl.constexpr = tl.constexpr(0x4A800000)
 LARGE: tl.constexpr = tl.constexpr(2.0**23)
-# Elements of a matrix that is kept for all tiles; a larger one is made again for each, in parts of as many directions.
-MOST_KEPT: tl.constexpr = tl.constexpr(128 * 128)
-PART: tl.constexpr = tl.constexpr(32)
+# Rows of a matrix that is too large to be kept are made again for each tile, as many at a time.
+PART: tl.constexpr = tl.constexpr(64)
+# No matrix unit multiplies fewer.
+FEWEST_ROWS: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
@@ -61,18 +67,39 @@ def directions_at(row, stream, WORD: tl.constexpr):
 
 
 @triton.jit
-def transform_rows(row, stream, direction):
-    """Which directions get bits, what their rows of the basis are multiplied by, and where these are."""
-    known = direction < directions_at(row, stream, EIGHT) + directions_at(row, stream, FOUR) + directions_at(
-        row, stream, TWO
+def digit_of(column, COUNT: tl.constexpr):
+    """Position of a column of numbers among as many digits of a token.
+
+    Thread ``q`` of four has columns ``2q`` and ``2q + 1`` of every eight of a matrix operand. So that nothing is exchanged, it
+    has a quarter of the bytes, in words of 16 digits: column ``64w + 8s + 2q + e`` is digit ``s + 8e`` of its word ``w``.
+    """
+    word = column // 2 % 4 * (COUNT // FEWEST_DIGITS) + column // FEWEST_DIGITS
+    return word * DIGITS_PER_WORD + column // 8 % 8 + column % 2 * 8
+
+
+@triton.jit
+def transform_rows(row, stream, digit):
+    """Which digits belong to a code, what their direction's row of the basis is multiplied by, and where it is."""
+    eight, four, two = (
+        directions_at(row, stream, EIGHT),
+        directions_at(row, stream, FOUR),
+        directions_at(row, stream, TWO),
     )
+    byte, part = digit // CODES_PER_BYTE, digit % CODES_PER_BYTE
+    behind_eight = byte - eight
+    behind = behind_eight - four // 2
+    is_eight, is_four = behind_eight < 0, behind < 0
+    direction = tl.where(is_four, eight + 2 * behind_eight + part // 2, eight + four + 4 * behind + part)
+    direction = tl.where(is_eight, byte, direction)
+    power = tl.where(is_eight, part, tl.where(is_four, part % 2, 0))
+    known = direction < eight + four + two
     begin = place(row, stream, DIRECTION)
     order = bytes_at(tl.load(row + ORDER), begin)
     own = tl.load(order + direction, mask=known, other=0).to(tl.int64)
     own = place(row, stream, BASIS_ROW) + tl.minimum(own, place(row, stream, BASIS_ROWS) - 1)
     step = wide(tl.load(halves_at(tl.load(row + STEPS), begin) + direction, mask=known, other=0))
     scale = wide(tl.load(halves_at(tl.load(row + SHARED_BASIS_SCALES), 0) + own, mask=known, other=0))
-    return known, step * scale, own
+    return known, step * scale * (1 << 2 * power).to(tl.float32), own
 
 
 @triton.jit
@@ -86,16 +113,16 @@ def rotation_rows(row, stream, direction, CHANNELS: tl.constexpr):
 
 @triton.jit
 def matrix_rows(
-    row, stream, begin, FORM: tl.constexpr, CHANNELS: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    row, stream, begin, FIRST: tl.constexpr, FORM: tl.constexpr, CHANNELS: tl.constexpr, COUNT: tl.constexpr,
+    WIDE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Matrix operand ``[COUNT, WIDE]`` of the directions from ``begin``, zero beyond the last, channels in their order."""
-    direction = begin + tl.arange(0, COUNT)
+    """Matrix operand ``[COUNT, WIDE]`` of the directions or digits from ``begin``, zero beyond the last; channels from ``FIRST``."""
+    column = tl.arange(0, COUNT)
     if FORM == TRANSFORM:
-        known, factor, own = transform_rows(row, stream, direction)
+        known, factor, own = transform_rows(row, stream, begin + digit_of(column, COUNT))
     else:
-        known, factor, own = rotation_rows(row, stream, direction, CHANNELS)
-    channel = tl.arange(0, WIDE)
+        known, factor, own = rotation_rows(row, stream, begin + column, CHANNELS)
+    channel = tl.arange(0, WIDE) + FIRST
     addresses = bytes_at(tl.load(row + SHARED_BASIS), 0) + (own[:, None] * CHANNELS + channel[None, :])
     if ALIGNED:
         # Rows begin where their length allows, all of them where the longest load may.
@@ -107,141 +134,138 @@ def matrix_rows(
 
 @triton.jit
 def in_columns(matrix, COUNT: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr):
-    """Channels of a matrix put in the order of :func:`quantwm_kernels.triton.compensation.channel_of`."""
+    """Channels of a matrix put in the order of :func:`quantwm_kernels.triton.rows.channel_of`."""
     words = tl.reshape(matrix, (COUNT, WIDE // (WORDS_PER_PART * LANES), WORDS_PER_PART, LANES // 2, 2))
     return tl.reshape(tl.permute(words, (0, 1, 3, 2, 4)), (COUNT, WIDE))
 
 
 @triton.jit
-def laid_out(row, stream, begin, COUNT: tl.constexpr):
-    """Of each four directions from ``begin``, which have the same width: first byte in a token, and bits of a direction.
-
-    Beside them the address of a stream's codes and the bytes of a token. A direction without bits has width 0.
-    """
-    eight, four, two = (
-        directions_at(row, stream, EIGHT),
-        directions_at(row, stream, FOUR),
-        directions_at(row, stream, TWO),
-    )
-    direction = begin + tl.arange(0, COUNT // DIRECTIONS_PER_WORD) * DIRECTIONS_PER_WORD
-    in_four, in_two = direction - eight, direction - eight - four
-    is_eight, is_four = in_four < 0, in_two < 0
-    byte = tl.where(is_eight, direction, eight + tl.where(is_four, in_four // 2, four // 2 + in_two // 4))
-    width = tl.where(is_eight, 8, tl.where(is_four, 4, 2))
-    address = tl.load(row + CODES) + place(row, stream, CODE_BYTE)
-    return address, eight + four // 2 + two // 4, byte, tl.where(in_two < two, width, 0)
+def codes_of(row, stream):
+    """Address of a stream's codes, and the bytes of a token."""
+    four, two = directions_at(row, stream, FOUR), directions_at(row, stream, TWO)
+    size = directions_at(row, stream, EIGHT) + four // 2 + two // 4
+    return tl.load(row + CODES) + place(row, stream, CODE_BYTE), size
 
 
 @triton.jit
-def packed_codes(address, size, byte, width, first, local, exists, GROUP: tl.constexpr):
-    """int32 ``[tokens, words]`` as they lie in memory, with the codes of four directions each; see :func:`levels`.
+def packed_codes(address, size, begin, first, near, GROUP: tl.constexpr, COUNT: tl.constexpr):
+    """int32 ``[4, tokens, words]`` with ``COUNT`` digits of each token from ``begin``, a quarter for each of four threads.
 
-    Blocks of 8 bits come first, then those of 4: four codes never straddle a word, where tokens are whole words (``GROUP``).
-    Otherwise a word is put together, its codes lowest.
+    ``GROUP`` bytes can be read at once, at least 2.
     """
-    inside = exists[:, None] & (width > 0)[None, :]
-    begin = address + first * size
-    if GROUP == DIRECTIONS_PER_WORD:
-        words = begin.to(tl.pointer_type(tl.int32))
-        offset = local[:, None] * (size // 4) + (byte // 4)[None, :]
-        # Of another shape than what is stored, as which Triton would arrange it: a thread is to have tokens of one word.
-        word = tl.load(words + offset[:, :, None], mask=inside[:, :, None], other=0)
-        packed = tl.reshape(word, (local.shape[0], byte.shape[0]))
+    WORDS: tl.constexpr = COUNT // FEWEST_DIGITS
+    word = tl.arange(0, 4)[:, None, None] * WORDS + tl.arange(0, WORDS)[None, None, :]
+    left = size - begin // CODES_PER_BYTE
+    # What is read at once exists as a whole or not at all.
+    inside = (word if GROUP < 4 * WORDS else tl.arange(0, 4)[:, None, None] * WORDS) * 4 < left
+    start = address + (first * size + begin // CODES_PER_BYTE)
+    if GROUP >= 4:
+        words = start.to(tl.pointer_type(tl.int32)) + (near[None, :, None] * (size // 4) + word)
+        packed = tl.load(tl.multiple_of(words, (1, 1, min(GROUP, 4 * WORDS))), mask=inside, other=0)
     else:
-        packed = tl.zeros((local.shape[0], byte.shape[0]), tl.int32)
-        for part in tl.static_range(4):
-            own = inside & (2 * part < width)[None, :]
-            code = tl.load(bytes_at(begin, part) + (local[:, None] * size + byte[None, :]), mask=own, other=0)
-            packed |= code.to(tl.int32) << (8 * part)
+        halves = halves_at(start, 0) + (near[None, :, None] * (size // 2) + 2 * word)
+        low = tl.load(halves, mask=inside, other=0).to(tl.int32)
+        packed = low | tl.load(halves + 1, mask=inside & (4 * word + 2 < left), other=0).to(tl.int32) << 16
     return packed
 
 
 @triton.jit
-def level(packed, width, direction: tl.constexpr):
-    """FP32 ``code - 2**(w-1) + offset`` of one of four directions; zero where they have no bits.
+def numbers_of(packed, four, COUNT: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """Matrix operand ``[tokens, COUNT]`` of what :func:`packed_codes` asked for in the order of :func:`stored_rows`.
 
-    A code is put among the last bits of a large number whose last bit counts 1, or a half where levels lie between integers.
+    A number is a digit less 1.5. A BF16 number between 4 and 8 whose last bits but five are a digit is 4 more than that.
     """
-    half = (width != 8).to(tl.int32)
-    large = tl.where(width == 8, LARGE_INTEGER, LARGE_HALF)
-    middle = tl.where(width == 8, 128.0, tl.where(width == 4, 7.5, tl.where(width == 2, 1.5, 0.0)))
-    offset = large.to(tl.float32, bitcast=True) + middle
-    mask = ((1 << width) - 1) << half
-    code = ((packed << half[None, :]) >> (direction * width)[None, :]) & mask[None, :]
-    return (code | large[None, :]).to(tl.float32, bitcast=True) - offset[None, :]
-
-
-@triton.jit
-def levels(packed, byte, width, GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COUNT: tl.constexpr):
-    """Matrix operand ``[tokens, COUNT]`` of what :func:`packed_codes` asked for: nothing waits for it before this does."""
-    if GROUP == DIRECTIONS_PER_WORD:
-        packed = packed >> (byte % 4 * 8)[None, :]
-    even = tl.join(level(packed, width, 0), level(packed, width, 2))
-    odd = tl.join(level(packed, width, 1), level(packed, width, 3))
-    return tl.reshape(tl.join(even, odd), (BLOCK_TOKENS, COUNT)).to(MATRIX_DTYPE)
+    WORDS: tl.constexpr = COUNT // FEWEST_DIGITS
+    shift = 5 - 2 * tl.arange(0, 8)
+    word = packed[:, :, :, None]
+    moved = tl.where(shift > 0, word << tl.maximum(shift, 0), word >> tl.maximum(-shift, 0))
+    pairs = (moved & DIGIT_BITS) | (four | four >> 16)
+    low, high = (
+        pairs.to(tl.int16).to(tl.bfloat16, bitcast=True),
+        (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),
+    )
+    number = tl.join(low, high).to(MATRIX_DTYPE) - 5.5
+    number = tl.reshape(number, (4, 2, BLOCK_TOKENS // 16, 8, WORDS, 8, 2))
+    return tl.reshape(tl.permute(number, (2, 1, 3, 4, 5, 0, 6)), (BLOCK_TOKENS, COUNT))
 
 
 @triton.jit
 def coordinates(
-    row, stream, tokens, first, local, exists, direction, CHANNELS: tl.constexpr, GROUP: tl.constexpr
+    row, stream, tokens, first, near, direction, CHANNELS: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
     """Matrix operand ``[tokens, directions]``: ``minimum + code * s'`` in BF16."""
     groups: tl.constexpr = (CHANNELS + GROUP - 1) // GROUP
     size: tl.constexpr = (CHANNELS + CODES_PER_BYTE - 1) // CODES_PER_BYTE
-    inside = exists[:, None] & (direction < CHANNELS)[None, :]
+    inside = (direction < CHANNELS)[None, :]
     codes = bytes_at(tl.load(row + CODES), (stream * tokens + first) * size)
-    packed = tl.load(codes + (local[:, None] * size + (direction // CODES_PER_BYTE)[None, :]), mask=inside, other=0)
+    packed = tl.load(codes + (near[:, None] * size + (direction // CODES_PER_BYTE)[None, :]), mask=inside, other=0)
     code = (packed.to(tl.int32) >> (direction % CODES_PER_BYTE * CODE_BITS)[None, :]) & 3
     begin = (stream * tokens + first) * groups
-    offset = local[:, None] * groups + (direction // GROUP)[None, :]
+    offset = near[:, None] * groups + (direction // GROUP)[None, :]
     step = wide(tl.load(halves_at(tl.load(row + SCALES), begin) + offset, mask=inside, other=0))
     low = wide(tl.load(halves_at(tl.load(row + MINIMA), begin) + offset, mask=inside, other=0))
     return to_bf16(low + code.to(tl.float32) * step).to(MATRIX_DTYPE)
 
 
 @triton.jit
-def numbers(
-    row, stream, tokens, first, local, exists, begin,
-    FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Matrix operand ``[tokens, COUNT]`` of the directions from ``begin``."""
-    if FORM == TRANSFORM:
-        address, size, byte, width = laid_out(row, stream, begin, COUNT)
-        packed = packed_codes(address, size, byte, width, first, local, exists, GROUP)
-        number = levels(packed, byte, width, GROUP, BLOCK_TOKENS, COUNT)
-    else:
-        direction = begin + tl.arange(0, COUNT)
-        number = coordinates(row, stream, tokens, first, local, exists, direction, CHANNELS, GROUP)
-    return number
-
-
-@triton.jit
 def transformed(
-    row, stream, tokens, first, local, exists, FORM: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
-    RANK: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    row, stream, tokens, first, near, four, FIRST: tl.constexpr, FORM: tl.constexpr, CHANNELS: tl.constexpr,
+    GROUP: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """FP32 ``[tokens, WIDE]``: numbers times matrix, which is made in parts."""
+    """FP32 ``[tokens, WIDE]``, channels from ``FIRST``: numbers times matrix, which is made in parts; no mean is added."""
+    address, size, stored = first, 0, near
+    if FORM == TRANSFORM:
+        address, size = codes_of(row, stream)
+        stored = reordered(near, BLOCK_TOKENS)
     total = tl.zeros((BLOCK_TOKENS, WIDE), tl.float32)
     COUNT: tl.constexpr = min(RANK, PART)
     for begin in range(0, RANK, COUNT):
-        number = numbers(
-            row, stream, tokens, first, local, exists, begin, FORM, CHANNELS, GROUP, COUNT, BLOCK_TOKENS
-        )  # fmt: skip
-        matrix = matrix_rows(row, stream, begin, FORM, CHANNELS, COUNT, WIDE, ALIGNED)
+        if FORM == TRANSFORM:
+            packed = packed_codes(address, size, begin, first, stored, GROUP, COUNT)
+            number = numbers_of(packed, four, COUNT, BLOCK_TOKENS)
+        else:
+            direction = begin + tl.arange(0, COUNT)
+            number = coordinates(row, stream, tokens, first, near, direction, CHANNELS, GROUP)
+        matrix = matrix_rows(row, stream, begin, FIRST, FORM, CHANNELS, COUNT, WIDE, ALIGNED)
         total = product(number, in_columns(matrix, COUNT, WIDE, LANES), total)
     return total
 
 
 @triton.jit
-def means_of(row, stream, FORM: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr):
-    """FP32 ``[WIDE]``, columns as those of the product: what is added to all tokens of a stream."""
-    if FORM == TRANSFORM:
-        channel = channel_of(tl.arange(0, WIDE), LANES)
-        means = halves_at(tl.load(row + MEANS), stream * CHANNELS)
-        mean = wide(tl.load(means + channel, mask=channel < CHANNELS, other=0))
-    else:
-        mean = tl.full((WIDE,), -0.0, tl.float32)  # adding this changes no bit
+def means_of(row, stream, channel, CHANNELS: tl.constexpr):
+    """FP32: what is added to channels of all tokens of a transform code.
+
+    That is the mean, less half a step of every direction of 8 bits: the numbers of its four digits come to as much too much.
+    """
+    means = halves_at(tl.load(row + MEANS), stream * CHANNELS)
+    mean = wide(tl.load(means + channel, mask=channel < CHANNELS, other=0))
+    begin = place(row, stream, DIRECTION)
+    order = bytes_at(tl.load(row + ORDER), begin)
+    steps = halves_at(tl.load(row + STEPS), begin)
+    scales = halves_at(tl.load(row + SHARED_BASIS_SCALES), 0)
+    basis = bytes_at(tl.load(row + SHARED_BASIS), 0)
+    for first in range(0, directions_at(row, stream, EIGHT), BLOCK):
+        direction = first + tl.arange(0, BLOCK)
+        own = tl.minimum(tl.load(order + direction).to(tl.int64), place(row, stream, BASIS_ROWS) - 1)
+        own += place(row, stream, BASIS_ROW)
+        factor = wide(tl.load(steps + direction)) * wide(tl.load(scales + own))
+        inside = (channel < CHANNELS)[None, :]
+        entry = tl.load(basis + (own[:, None] * CHANNELS + channel[None, :]), mask=inside, other=0)
+        step = to_bf16(factor[:, None] * entry.to(tl.int8, bitcast=True).to(tl.float32)).to(tl.float32)
+        mean -= 0.5 * tl.sum(step, axis=0)
     return mean
+
+
+@triton.jit
+def three_rows(number):
+    """Matrix operand ``[FEWEST_ROWS, WIDE]`` whose columns sum up to FP32 numbers ``[WIDE]``: three BF16 hold each exactly."""
+    high = (number.to(tl.int32, bitcast=True) & HIGH_HALF).to(tl.float32, bitcast=True)
+    middle = ((number - high).to(tl.int32, bitcast=True) & HIGH_HALF).to(tl.float32, bitcast=True)
+    low = number - high - middle
+    row = tl.arange(0, FEWEST_ROWS)[:, None]
+    rows = tl.where(row == 0, high[None, :], tl.where(row == 1, middle[None, :], tl.where(row == 2, low[None, :], 0.0)))
+    return rows.to(MATRIX_DTYPE)
 
 
 @triton.jit
@@ -250,33 +274,7 @@ def rotated_queries(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Matrix operand ``[ROWS, RANK]`` of queries in the basis of a stream, and FP32 ``[ROWS]``: what its mean adds to logits."""
-    matrix = matrix_rows(row, stream, 0, TRANSFORM, CHANNELS, RANK, WIDE, ALIGNED)
+    matrix = matrix_rows(row, stream, 0, 0, TRANSFORM, CHANNELS, RANK, WIDE, ALIGNED)
     rotated = product(asked, tl.trans(matrix), tl.zeros((ROWS, RANK), tl.float32))
-    channel = tl.arange(0, WIDE)
-    means = halves_at(tl.load(row + MEANS), stream * CHANNELS)
-    mean = wide(tl.load(means + channel, mask=channel < CHANNELS, other=0))
+    mean = means_of(row, stream, tl.arange(0, WIDE), CHANNELS)
     return to_bf16(rotated).to(MATRIX_DTYPE), tl.sum(asked.to(tl.float32) * mean[None, :], axis=1)
-
-
-@triton.jit
-def stored_rows(BLOCK_TOKENS: tl.constexpr):
-    """Row of a tile that stands in each row of :func:`in_stored_rows`."""
-    row = tl.arange(0, BLOCK_TOKENS)
-    half: tl.constexpr = BLOCK_TOKENS // 2
-    return row % half // 8 * 16 + row // half * 8 + row % 8
-
-
-@triton.jit
-def in_stored_rows(number, WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Rows in the order in which warps store them, so that none is exchanged: of its 16, a warp stores the first 8 of all, then the rest."""
-    rows = tl.reshape(number, (BLOCK_TOKENS // 16, 2, 8, WIDTH))
-    return tl.reshape(tl.permute(rows, (1, 0, 2, 3)), (BLOCK_TOKENS, WIDTH))
-
-
-@triton.jit
-def transformed_part(
-    total, part: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, BLOCK_TOKENS: tl.constexpr
-):  # fmt: skip
-    """BF16 ``[tokens, 4 * LANES]`` of a part of the channels of what was summed."""
-    number = part_of(total, part, WORDS // WORDS_PER_PART, LANES, BLOCK_TOKENS)
-    return tl.reshape(to_bf16(number), (BLOCK_TOKENS, WORDS_PER_PART * LANES))
