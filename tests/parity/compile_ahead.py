@@ -137,6 +137,7 @@ def seal(
     architectures: tuple[int, ...] = tuple(SHARED_NBYTES),
     scales: str = "*u8",
     largest: str = "*fp32",
+    tokens: str = "*bf16",
     **constants: int,
 ) -> Case:
     """A kernel that seals, on heads of 128 channels and 256 centroids unless ``constants`` say otherwise."""
@@ -147,7 +148,7 @@ def seal(
         "CHANNELS": 128, "BLOCK_D": 128, "BLOCK_C": 256, "GROUP": 64, "GROUPS": 2, "GROUPS_2": 2, "GROUP_2": 64,
         "PIECES": 64, "PLAIN": 0, "METRIC": 1, "RANK": 8, "RANK_2": 16, "BLOCK_K": 32, "CANDIDATES": 1, "FED": 0, "MOST": 127,
     } | constants  # fmt: skip
-    known = SEALED | {"scales": scales, "largest": largest}
+    known = SEALED | {"scales": scales, "largest": largest, "first": tokens, "second": tokens}
     types = {each: known.get(each, "i32") for each in names if not each.isupper()}
     fixed = {each: sizes[each] for each in names if each.isupper() and each not in blocks}
     return Case(kernel, launch, " ".join(map(":".join, types.items())), fixed, variant, architectures)
@@ -240,6 +241,35 @@ CASES = (
         PLAIN=1,
     ),
     seal("assignment.nearest_kernel", "rank_centroids_streamed", variant="wide", CHANNELS=256, BLOCK_D=256),
+    *(
+        seal(
+            f"assignment.{kernel}_kernel",
+            launch,
+            variant=f"{form} tokens",
+            architectures=(86, 90),
+            tokens=form,
+            **constants,
+        )
+        for form in ("*fp16", "*fp32")
+        for kernel, launch, constants in (
+            ("assign", "assign_centroids_streamed", {"CENTRED": 1}),
+            ("sum", "sum_members", {"PARTS": 3}),
+            ("nearest", "rank_centroids_streamed", {}),
+        )
+    ),
+    seal("qsac.choose_kernel", "choose_centroids", variant="FP32 tokens", architectures=(90,), tokens="*fp32"),
+    seal(
+        "affine.encode_kernel", "encode_groups", variant="FP32 tokens", architectures=(90,), tokens="*fp32", CLUSTERED=1
+    ),
+    seal(
+        "frame.frame_kernel",
+        "frame",
+        variant="FP32 tokens",
+        architectures=(90,),
+        largest="*i32",
+        tokens="*fp32",
+        FROM_TOKENS=1,
+    ),
     seal("assignment.sum_kernel", "sum_members", PARTS=1),
     seal("assignment.sum_kernel", "sum_members_wide", variant="wide", PARTS=3, CHANNELS=256, BLOCK_D=256),
     seal("qsac.choose_kernel", "choose_centroids"),

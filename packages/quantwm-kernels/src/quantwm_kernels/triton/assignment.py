@@ -163,10 +163,12 @@ def scored(number, coarse, fine, middle, shift, start, PRODUCTS: tl.constexpr, C
            scores):  # fmt: skip
     """``scores`` and the product of a block of tokens and of weighted centroids; see :mod:`quantwm_kernels.triton.frame`."""
     if PRODUCTS == THREE_PRODUCTS:
-        return exact_product(into_frame(number, middle, shift, start, CHANNELS, BLOCK_K), coarse, fine, scores)
-    if PRODUCTS == TWO_PRODUCTS:
-        scores = product(number, fine, scores)
-    return product(number, coarse, scores)
+        scores = exact_product(into_frame(number, middle, shift, start, CHANNELS, BLOCK_K), coarse, fine, scores)
+    else:
+        if PRODUCTS == TWO_PRODUCTS:
+            scores = product(number, fine, scores)
+        scores = product(number, coarse, scores)
+    return scores
 
 
 @triton.jit
@@ -235,18 +237,24 @@ def nearest_kernel(
     shift = tl.load(exponent + stream)
     wanted = tl.where(stream < per_tensor, first_ranks, second_ranks)
     begin, end = piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece)
-    how = tl.load(products + stream) if PLAIN else THREE_PRODUCTS
-    if how == ONE_PRODUCT:
-        rank_piece(
-            rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, words,
-            ONE_PRODUCT, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
-        )  # fmt: skip
-    elif how == TWO_PRODUCTS:
-        rank_piece(
-            rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, words,
-            TWO_PRODUCTS, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
-        )  # fmt: skip
-    else:
+    if PLAIN:
+        how = tl.load(products + stream)
+        if how == ONE_PRODUCT:
+            rank_piece(
+                rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted,
+                words, ONE_PRODUCT, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
+            )  # fmt: skip
+        elif how == TWO_PRODUCTS:
+            rank_piece(
+                rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted,
+                words, TWO_PRODUCTS, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
+            )  # fmt: skip
+        else:
+            rank_piece(
+                rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted,
+                words, THREE_PRODUCTS, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
+            )  # fmt: skip
+    else:  # what is no BF16 cannot be multiplied as it is
         rank_piece(
             rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, words,
             THREE_PRODUCTS, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
