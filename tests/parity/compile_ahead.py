@@ -243,29 +243,33 @@ CASES = (
     seal("assignment.nearest_kernel", "rank_centroids_streamed", variant="wide", CHANNELS=256, BLOCK_D=256),
     *(
         seal(
-            f"assignment.{kernel}",
+            f"assignment.{kernel}_kernel",
             launch,
-            variant="residuals",
-            architectures=(90,),
-            tokens="*fp32",
-            CENTRED=1,
-            PARTS=3,
-            BLOCK_K=128,
+            variant=f"{form} tokens",
+            architectures=(86, 90),
+            tokens=form,
+            **constants,
         )
-        for kernel, launch in (
-            ("nearest_kernel", "rank_centroids"),
-            ("assign_kernel", "assign_centroids"),
-            ("sum_kernel", "sum_members"),
+        for form in ("*fp16", "*fp32")
+        for kernel, launch, constants in (
+            ("assign", "assign_centroids_streamed", {"CENTRED": 1}),
+            ("sum", "sum_members", {"PARTS": 3}),
+            ("nearest", "rank_centroids_streamed", {}),
         )
+    ),
+    seal("qsac.choose_kernel", "choose_centroids", variant="FP32 tokens", architectures=(90,), tokens="*fp32"),
+    seal(
+        "affine.encode_kernel", "encode_groups", variant="FP32 tokens", architectures=(90,), tokens="*fp32", CLUSTERED=1
     ),
     seal(
-        "assignment.nearest_kernel",
-        "rank_centroids_streamed",
-        variant="residuals, streamed",
-        architectures=(86,),
+        "frame.frame_kernel",
+        "frame",
+        variant="FP32 tokens",
+        architectures=(90,),
+        largest="*i32",
         tokens="*fp32",
+        FROM_TOKENS=1,
     ),
-    seal("qsac.choose_kernel", "choose_centroids", variant="residuals", architectures=(90,), tokens="*fp32"),
     seal("assignment.sum_kernel", "sum_members", PARTS=1),
     seal("assignment.sum_kernel", "sum_members_wide", variant="wide", PARTS=3, CHANNELS=256, BLOCK_D=256),
     seal("qsac.choose_kernel", "choose_centroids"),

@@ -164,7 +164,7 @@ def scored(number, coarse, fine, middle, shift, start, PRODUCTS: tl.constexpr, C
     """``scores`` and the product of a block of tokens and of weighted centroids; see :mod:`quantwm_kernels.triton.frame`."""
     if PRODUCTS == THREE_PRODUCTS:
         scores = exact_product(into_frame(number, middle, shift, start, CHANNELS, BLOCK_K), coarse, fine, scores)
-    else:  # what follows a return would be compiled, which FP32 tokens refuse
+    else:
         if PRODUCTS == TWO_PRODUCTS:
             scores = product(number, fine, scores)
         scores = product(number, coarse, scores)
@@ -237,25 +237,24 @@ def nearest_kernel(
     shift = tl.load(exponent + stream)
     wanted = tl.where(stream < per_tensor, first_ranks, second_ranks)
     begin, end = piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece)
-    # Not a choice at run time where tokens are FP32: the products that BF16 tokens may do with would not compile.
     if PLAIN:
         how = tl.load(products + stream)
         if how == ONE_PRODUCT:
             rank_piece(
-                rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, words,
-                ONE_PRODUCT, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
+                rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted,
+                words, ONE_PRODUCT, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
             )  # fmt: skip
         elif how == TWO_PRODUCTS:
             rank_piece(
-                rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, words,
-                TWO_PRODUCTS, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
+                rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted,
+                words, TWO_PRODUCTS, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
             )  # fmt: skip
         else:
             rank_piece(
-                rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, words,
-                THREE_PRODUCTS, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
+                rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted,
+                words, THREE_PRODUCTS, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
             )  # fmt: skip
-    else:
+    else:  # what is no BF16 cannot be multiplied as it is
         rank_piece(
             rows, own, begin, end, token_stride, coarse_rows, fine_rows, constant, middle, shift, centroids, wanted, words,
             THREE_PRODUCTS, CHANNELS, BLOCK_D, BLOCK_C, BLOCK_K, TILE,
