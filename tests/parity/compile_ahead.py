@@ -241,6 +241,15 @@ CASES = (
         PLAIN=1,
     ),
     seal("assignment.nearest_kernel", "rank_centroids_streamed", variant="wide", CHANNELS=256, BLOCK_D=256),
+    seal(
+        "assignment.nearest_kernel",
+        "rank_centroids_streamed",
+        variant="wide, plain",
+        architectures=(86, 90),
+        PLAIN=1,
+        CHANNELS=256,
+        BLOCK_D=256,
+    ),
     *(
         seal(
             f"assignment.{kernel}_kernel",
