@@ -81,7 +81,7 @@ LAUNCHES: Mapping[str, Launch] = {
     "read": Launch(warps=2, blocks={"BLOCK_TOKENS": 16}, programs=16, most_tiles=8, registers=96),
     "read_groups": Launch(warps=4, blocks={"BLOCK_TOKENS": 64}, programs=3, most_tiles=8),
     "read_groups_wide": Launch(warps=4, blocks={"BLOCK_TOKENS": 64}, programs=4, most_tiles=16, registers=128),
-    "read_integers": Launch(warps=4, blocks={"BLOCK_TOKENS": 64}, programs=4, most_tiles=8, registers=128),
+    "read_light": Launch(warps=4, blocks={"BLOCK_TOKENS": 64}, programs=4, most_tiles=8, registers=128),
     "read_product": Launch(warps=4, blocks={"BLOCK_TOKENS": 64}, programs=4, most_tiles=32, registers=128),
     "read_product_wide": Launch(warps=4, blocks={"BLOCK_TOKENS": 64}, programs=3, most_tiles=32, registers=168),
     "search_steps": Launch(blocks={"TILE": 8, "BLOCK_K": 16}, programs=8),

@@ -343,8 +343,8 @@ def launch_of(*recipes: Recipe) -> Launch:
         return LAUNCHES["read_groups"]
     if wide:
         return LAUNCHES["read_groups_wide"]
-    integers = any(each.centroid_bits != EXACT_BITS for each in recipes)
-    return LAUNCHES["read_integers" if integers else "read_groups"]
+    light = all(each.form is Form.SYMMETRIC or each.centroid_bits != EXACT_BITS for each in recipes)
+    return LAUNCHES["read_light" if light else "read_groups"]
 
 
 def _batch(

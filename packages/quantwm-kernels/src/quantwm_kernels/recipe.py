@@ -366,12 +366,10 @@ def _places(method: str, shape: tuple[int, int, int, int], arrays: Mapping[str, 
 
 def _bytes_together(codes: Tensor, places: tuple[int, ...]) -> int:
     """Bytes of a token that are aligned as a whole, 2 to 16."""
-    if codes.data_ptr() % 2:
-        raise StateError(
-            "codes begin at an odd address, where no kernel reads a transform code; pass the sealed tensor through .to(device)"
-        )
+    if codes.is_cuda and codes.data_ptr() % 2:
+        raise StateError("codes begin at an odd address, where no kernel reads a transform code; clone its codes")
     sizes = [token_bytes(places[end - 3 : end]) for end in range(len(Place), len(places) + 1, len(Place))]
-    return gcd(codes.data_ptr(), VECTOR_NBYTES, *sizes)
+    return max(2, gcd(codes.data_ptr(), VECTOR_NBYTES, *sizes))
 
 
 def _padded(count: int, least: int = FEWEST_DIRECTIONS) -> int:

@@ -213,22 +213,8 @@ def compensated(
         total = tl.dot(quick_operand(steps, RANK, BLOCK_TOKENS), kept, total, input_precision="ieee")
     elif RANK <= MOST:
         operand = steps_operand(
-            dense,
-            bitmap,
-            counts,
-            values,
-            size,
-            flag,
-            origin,
-            first,
-            near,
-            0,
-            RANK,
-            PADDED,
-            PADDED,
-            SPARSE,
-            BLOCK_TOKENS,
-        )
+            dense, bitmap, counts, values, size, flag, origin, first, near, 0, RANK, PADDED, PADDED, SPARSE, BLOCK_TOKENS
+        )  # fmt: skip
         total = tl.dot(operand, kept, total, input_precision="ieee")
     else:
         for begin in range(0, RANK, PADDED):

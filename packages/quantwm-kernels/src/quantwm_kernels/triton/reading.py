@@ -51,22 +51,8 @@ def read_unit(
         )  # fmt: skip
     else:
         read_simple(
-            row,
-            begin,
-            stop,
-            stream,
-            tokens,
-            out,
-            stride,
-            four,
-            FORM,
-            CHANNELS,
-            GROUP,
-            WORDS,
-            LANES,
-            ALIGNED,
-            BLOCK_TOKENS,
-        )
+            row, begin, stop, stream, tokens, out, stride, four, FORM, CHANNELS, GROUP, WORDS, LANES, ALIGNED, BLOCK_TOKENS
+        )  # fmt: skip
 
 
 @kernel(
