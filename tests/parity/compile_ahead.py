@@ -257,13 +257,14 @@ CASES = (
             variant=f"{form} tokens",
             architectures=(86, 90),
             tokens=form,
-            **constants,
+            CENTRED=1,
+            PARTS=3,
         )
         for form in ("*fp16", "*fp32")
-        for kernel, launch, constants in (
-            ("assign", "assign_centroids_streamed", {"CENTRED": 1}),
-            ("sum", "sum_members", {"PARTS": 3}),
-            ("nearest", "rank_centroids_streamed", {}),
+        for kernel, launch in (
+            ("assign", "assign_centroids_streamed"),
+            ("sum", "sum_members"),
+            ("nearest", "rank_centroids_streamed"),
         )
     ),
     seal("qsac.choose_kernel", "choose_centroids", variant="FP32 tokens", architectures=(90,), tokens="*fp32"),
