@@ -32,9 +32,10 @@ from quantwm_core.method import decode_tensor
 from quantwm_core.packing import nibble_size, packed_size
 from quantwm_kernels.bridge import to_torch
 from quantwm_kernels.chunk import SealedChunk, SealedTensor
+from quantwm_kernels.description import describe
 from quantwm_kernels.launch import Launch
 from quantwm_kernels.reading import Piece, ReadPlan, launch_of
-from quantwm_kernels.recipe import Recipe, describe
+from quantwm_kernels.recipe import Recipe
 
 # Tokens, heads, head dimension of one layer's sealed unit.
 SHAPES = {

@@ -15,7 +15,8 @@ from torch import Tensor
 from quantwm_core import chunk as core
 from quantwm_core.errors import ShapeError
 from quantwm_kernels.bridge import to_numpy, to_torch
-from quantwm_kernels.recipe import Row, describe
+from quantwm_kernels.description import describe
+from quantwm_kernels.recipe import Row
 
 Kind = core.Kind
 KINDS = core.KINDS
@@ -106,7 +107,7 @@ class SealedTensor:
         """What a kernel needs to read it; made once.
 
         Raises:
-            QuantWMError: As :func:`quantwm_kernels.recipe.describe`.
+            QuantWMError: As :func:`quantwm_kernels.description.describe`.
         """
         return describe(self.method, self.parameters, self.shape, self.arrays)
 

@@ -12,7 +12,8 @@ from quantwm_core.chunk import FORMAT_VERSION, KINDS, SHARED, Kind
 from quantwm_core.errors import FormatError
 from quantwm_core.stream import Span
 from quantwm_kernels.chunk import SealedChunk, SealedTensor, described, description
-from quantwm_kernels.recipe import READABLE, describe
+from quantwm_kernels.description import describe
+from quantwm_kernels.recipe import READABLE
 from quantwm_kernels.statistics import QueryMoment
 from quantwm_kernels.tensor_file import TensorFile
 from quantwm_models.bookkeeping import (

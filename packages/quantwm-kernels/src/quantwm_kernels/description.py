@@ -1,0 +1,300 @@
+"""Recipe and row of a sealed tensor, its arrays held against the shapes that they must have.
+
+A kernel follows addresses: what is checked here cannot lead it out of an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import gcd, prod
+
+import torch
+from torch import Tensor
+
+from quantwm_core import allocation, methods, packing, psac
+from quantwm_core.allocation import BLOCK, token_bytes
+from quantwm_core.chunk import Parameter
+from quantwm_core.clustered import TABLE_SCALES
+from quantwm_core.errors import DeviceError, DtypeError, FormatError, StateError
+from quantwm_core.integer_table import EXACT_BITS
+from quantwm_core.method import Method
+from quantwm_core.methods.bf16 import BF16Method
+from quantwm_core.methods.kivi import Kivi
+from quantwm_core.methods.oscar import Oscar
+from quantwm_core.methods.quantwm import PSAC_PARTS, SPARSE_PARTS, QuantWM
+from quantwm_core.methods.qvg import QVG
+from quantwm_core.methods.rtn import RoundToNearest
+from quantwm_core.packing import CODES_PER_BYTE
+from quantwm_kernels.recipe import (
+    FEWEST_DIGITS,
+    FEWEST_DIRECTIONS,
+    READABLE,
+    TRANSFORMS,
+    VECTOR_NBYTES,
+    WORDS_PER_STAGE,
+    Field,
+    Form,
+    Place,
+    Recipe,
+    Row,
+    Steps,
+)
+
+# Shape and number format of arrays by name.
+Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
+_READ_AS_VECTORS = ("exact", "codes", "scales", "centroids", "coefficients", "shared_basis")
+# Fields named after the arrays that they point to.
+_PSAC_FIELDS = {part: Field[part.upper()] for part in PSAC_PARTS}
+_OTHER_FIELDS = {
+    "exact": Field.CODES, "codes": Field.CODES, "scales": Field.SCALES, "channel_scales": Field.SCALES,
+    "zero_points": Field.ZERO_POINTS, "minima": Field.ZERO_POINTS, "channel_minima": Field.ZERO_POINTS,
+    "super_scale": Field.SUPER_SCALE, "steps": Field.STEPS, "means": Field.MEANS, "order": Field.ORDER,
+    "shared_basis": Field.SHARED_BASIS, "shared_basis_scales": Field.SHARED_BASIS_SCALES,
+}  # fmt: skip
+
+
+def describe(
+    method: str, parameters: Mapping[str, Parameter], shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]
+) -> Row:
+    """Recipe and row of a sealed tensor, after holding every array against the shape it must have.
+
+    A kernel follows addresses: what is checked here cannot lead it out of an array.
+
+    Args:
+        method: Name of the method that wrote it.
+        parameters: Its settings.
+        shape: ``(B, H, N, D)``.
+        arrays: Storage by name.
+
+    Raises:
+        DeviceError: No kernel understands the method.
+        FormatError: An array is missing, or the arrays do not fit together.
+        DtypeError, StateError: An array has another number format, or is not contiguous, or begins where no kernel reads it.
+        ParameterError: The method has no such setting.
+
+    >>> row = describe("bf16", {}, (1, 2, 3, 8), {"exact": torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)})
+    >>> row.recipe.form, row.words[Field.TOKENS], row.streams
+    (<Form.EXACT: 0>, 3, (1, 2))
+    """
+    if method not in READABLE:
+        raise DeviceError(
+            f"method {method!r}: the kernels read {', '.join(READABLE)}; move the cache of another method to the CPU"
+        )
+    places: tuple[int, ...] = ()
+    try:
+        if method in TRANSFORMS:
+            places, digits = _places(method, shape, arrays)
+            recipe = Recipe(
+                Form.TRANSFORM, shape[3], _bytes_together(arrays["codes"], places), rank=_padded(digits, FEWEST_DIGITS)
+            )
+        else:
+            recipe = _recipe(methods.get(method, **parameters), shape[3], arrays)
+        expected = _expected(recipe, shape, arrays)
+        for name, (tensor_shape, dtype) in expected.items():
+            _check(f"{method} array {name!r}", arrays[name], tensor_shape, dtype)
+    except KeyError as error:
+        raise FormatError(f"a unit sealed with {method} lacks its array {error}; the file is damaged") from error
+    except IndexError as error:
+        raise FormatError(f"the arrays of a unit sealed with {method} do not fit together ({error})") from error
+    words = [0] * (Field.STAGES + WORDS_PER_STAGE * recipe.stages) + list(places)
+    words[Field.TOKENS] = shape[2]
+    for name, place in (_OTHER_FIELDS | _PSAC_FIELDS).items():
+        if name in expected:
+            words[place] = arrays[name].data_ptr()
+    counted = (
+        ("coefficients", Field.DENSE_STREAMS),
+        ("bitmap", Field.SPARSE_STREAMS),
+        ("sparse_values", Field.SPARSE_SIZE),
+    )
+    for name, place in counted:
+        words[place] = len(arrays[name]) if name in expected else 0
+    for stage in range(recipe.stages):
+        index, centroids = (arrays[f"{part}{_suffix(stage)}"] for part in ("index", "centroids"))
+        scales = arrays[TABLE_SCALES].data_ptr() if TABLE_SCALES in expected else 0
+        begin = Field.STAGES + WORDS_PER_STAGE * stage
+        words[begin : begin + WORDS_PER_STAGE] = index.data_ptr(), centroids.data_ptr(), centroids.shape[2], scales
+    devices = {arrays[name].device for name in expected}
+    if len(devices) > 1:
+        raise DeviceError(f"a unit sealed with {method} is spread over {sorted(map(str, devices))}; move it to one")
+    vectors = (arrays[name].data_ptr() for name in expected if name.startswith(_READ_AS_VECTORS))
+    return Row(recipe, shape[:2], tuple(words), all(address % VECTOR_NBYTES == 0 for address in vectors), devices.pop())
+
+
+def _suffix(stage: int) -> str:
+    """Name of a stage's arrays behind their part; the first bears none."""
+    return f"_{stage + 1}" if stage else ""
+
+
+def _recipe(method: Method, channels: int, arrays: Mapping[str, Tensor]) -> Recipe:
+    """Of a tensor that is no transform code; what the method's name says, no absent array may change."""
+    match method:
+        case BF16Method():
+            return Recipe(Form.EXACT, channels)
+        case Oscar(group_size=size):
+            return Recipe(Form.ROTATED, channels, size or channels, rank=_padded(channels))
+        case Kivi(group_size=size):
+            by_channel = arrays.keys().isdisjoint(method.array_names("values")[1:])
+            return Recipe(Form.CHANNEL_MINMAX if by_channel else Form.MINMAX, channels, size)
+        case RoundToNearest(granularity="channel"):
+            return Recipe(Form.CHANNEL_AFFINE, channels, method.group(channels))
+    return _grouped(method, channels, arrays)
+
+
+def _grouped(method: Method, channels: int, arrays: Mapping[str, Tensor]) -> Recipe:
+    """Of a tensor whose scales say how many channels share one."""
+    groups = arrays["scales"].shape[-1]
+    if groups == 0 or channels % groups:
+        raise FormatError(f"a unit sealed with {method.name} has {groups} groups for {channels} channels")
+    size = channels // groups
+    match method:
+        case QVG(quantizer=quantizer, stages=stages):
+            return Recipe(Form.AFFINE if quantizer == "affine" else Form.SYMMETRIC, channels, size, stages)
+        case QuantWM():
+            rank = 0 if arrays.keys().isdisjoint(PSAC_PARTS) else arrays["basis"].shape[-1]
+            return Recipe(Form.AFFINE, channels, size, 1, rank, _steps(arrays), _centroid_bits(arrays))
+    return Recipe(Form.AFFINE, channels, size)
+
+
+def _steps(arrays: Mapping[str, Tensor]) -> Steps:
+    """How the coefficients are stored, if there are any."""
+    if "coefficients" in arrays and arrays["coefficients"].dtype is torch.uint8:
+        return Steps.NIBBLES
+    return Steps.DENSE if arrays.keys().isdisjoint(SPARSE_PARTS) else Steps.EITHER
+
+
+def _centroid_bits(arrays: Mapping[str, Tensor]) -> int:
+    """Bits of an entry of the codebook."""
+    return {torch.uint8: 4, torch.int8: 8}.get(arrays["centroids"].dtype, EXACT_BITS)
+
+
+def _expected(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
+    """Shape and number format of every array that a recipe reads."""
+    batch, heads, tokens, channels = shape
+    streams = (batch, heads)
+    if recipe.form is Form.EXACT:
+        return {"exact": (shape, torch.bfloat16)}
+    if recipe.form is Form.TRANSFORM:
+        return _expected_transform(shape, arrays)
+    codes: Expected = {"codes": ((*streams, tokens, packing.packed_size(channels)), torch.uint8)}
+    by_token, by_channel = -(-tokens // recipe.group), -(-channels // recipe.group)
+    match recipe.form:
+        case Form.ROTATED:
+            rows = batch * heads * channels
+            rotation: Expected = {
+                "shared_basis": ((rows, channels), torch.int8),
+                "shared_basis_scales": ((rows,), torch.bfloat16),
+                **dict.fromkeys(("shared_basis_blocks", "shared_fitted"), (streams, torch.uint8)),
+            }
+            pair = dict.fromkeys(("scales", "minima"), ((*streams, tokens, by_channel), torch.bfloat16))
+            return codes | pair | rotation
+        case Form.MINMAX:
+            return codes | dict.fromkeys(("scales", "minima"), ((*streams, tokens, by_channel), torch.bfloat16))
+        case Form.CHANNEL_MINMAX:
+            names = ("channel_scales", "channel_minima")
+            return codes | dict.fromkeys(names, ((*streams, channels, by_token), torch.bfloat16))
+    grid = (by_token, channels) if recipe.form is Form.CHANNEL_AFFINE else (tokens, by_channel)
+    expected: Expected = codes | {"scales": ((*streams, *grid), torch.float8_e4m3fn)}
+    if recipe.form is not Form.SYMMETRIC:
+        expected["zero_points"] = ((*streams, packing.packed_size(prod(grid))), torch.uint8)
+        expected["super_scale"] = (streams, torch.float32)
+    for stage in range(recipe.stages):
+        count = arrays[f"centroids{_suffix(stage)}"].shape[-2]
+        expected[f"index{_suffix(stage)}"] = ((*streams, tokens), torch.uint8)
+        expected[f"centroids{_suffix(stage)}"] = _expected_table(recipe, (*streams, max(count, 1)))
+    if recipe.stages and recipe.centroid_bits != EXACT_BITS:
+        expected[TABLE_SCALES] = ((*streams, channels), torch.bfloat16)
+    return expected | _expected_psac(recipe, shape, arrays)
+
+
+def _expected_transform(shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
+    """Of arrays whose lengths :func:`_places` has held against each other."""
+    batch, heads, _, channels = shape
+    coded, rows = (arrays[name].shape[:1] for name in ("order", "shared_basis"))
+    return {
+        "codes": (tuple(arrays["codes"].shape[:1]), torch.uint8),
+        "order": (tuple(coded), torch.uint8),
+        "steps": (tuple(coded), torch.bfloat16),
+        "means": ((batch, heads, channels), torch.bfloat16),
+        "shared_basis": ((*rows, channels), torch.int8),
+        "shared_basis_scales": (tuple(rows), torch.bfloat16),
+    }
+
+
+def _places(method: str, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> tuple[tuple[int, ...], int]:
+    """Words of :class:`Place` of every stream, and the most digits of two bits that a token has.
+
+    What decides about addresses is read from the arrays here, for which a GPU is waited for.
+    """
+    batch, heads, tokens, _ = shape
+    for name, expected in (("blocks", (batch, heads, 3)), ("shared_basis_blocks", (batch, heads))):
+        _check(f"{method} array {name!r}", arrays[name], expected, torch.uint8)
+    counts, basis = arrays["blocks"].cpu(), arrays["shared_basis_blocks"].cpu()
+    words: list[int] = []
+    byte, direction, row, most = 0, 0, 0, 0
+    for own, blocks in zip(counts.view(-1, 3).tolist(), basis.flatten().tolist(), strict=True):
+        words += (byte, direction, row, BLOCK * blocks, *own)
+        coded = allocation.directions(own)
+        byte, direction, row = byte + tokens * token_bytes(own), direction + coded, row + BLOCK * blocks
+        most = max(most, CODES_PER_BYTE * token_bytes(own))
+        if coded > BLOCK * blocks:
+            raise FormatError(f"a unit sealed with {method} codes {coded} directions in a basis of {BLOCK * blocks}")
+    sizes = [arrays[name].shape[0] for name in ("codes", "order", "shared_basis")]
+    if sizes != [byte, direction, row]:
+        raise FormatError(
+            f"a unit sealed with {method} has {sizes} codes, directions, rows; need {[byte, direction, row]}"
+        )
+    return tuple(words), most
+
+
+def _bytes_together(codes: Tensor, places: tuple[int, ...]) -> int:
+    """Bytes of a token that are aligned as a whole, 2 to 16."""
+    if codes.is_cuda and codes.data_ptr() % 2:
+        raise StateError("codes begin at an odd address, where no kernel reads a transform code; clone its codes")
+    sizes = [token_bytes(places[end - 3 : end]) for end in range(len(Place), len(places) + 1, len(Place))]
+    return max(2, gcd(codes.data_ptr(), VECTOR_NBYTES, *sizes))
+
+
+def _padded(count: int, least: int = FEWEST_DIRECTIONS) -> int:
+    """Power of two that a matrix unit takes as many directions or digits as."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
+def _expected_table(recipe: Recipe, rows: tuple[int, ...]) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and number format of centroids."""
+    match recipe.centroid_bits:
+        case 4:
+            return (*rows, packing.nibble_size(recipe.channels)), torch.uint8
+        case 8:
+            return (*rows, recipe.channels), torch.int8
+    return (*rows, recipe.channels), torch.bfloat16
+
+
+def _expected_psac(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
+    batch, heads, tokens, channels = shape
+    if not recipe.rank:
+        return {}
+    sparse = arrays["bitmap"].shape[0] if recipe.steps is Steps.EITHER else 0
+    nibbles = recipe.steps is Steps.NIBBLES
+    steps = packing.nibble_size(recipe.rank) if nibbles else recipe.rank
+    expected: Expected = {
+        "basis": ((batch, heads, channels, recipe.rank), torch.bfloat16),
+        "coefficient_scales": ((batch, heads, recipe.rank), torch.bfloat16),
+        "coefficients": ((batch * heads - sparse, tokens, steps), torch.uint8 if nibbles else torch.int8),
+    }
+    if recipe.steps is Steps.EITHER:
+        flags = arrays["layout"].shape  # flat, or by batch and head
+        expected["layout"] = (tuple(flags) if prod(flags) == batch * heads else (batch, heads), torch.uint8)
+        expected["bitmap"] = ((sparse, -(-tokens * recipe.rank // 8)), torch.uint8)
+        expected["sparse_counts"] = ((sparse, -(-tokens // psac.TOKENS_PER_COUNT)), torch.int32)
+        if "sparse_values" in arrays:
+            expected["sparse_values"] = ((arrays["sparse_values"].numel(),), torch.int8)
+    return expected
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != shape:
+        raise FormatError(f"{name}: got shape {tuple(tensor.shape)}, need {shape}")
+    if tensor.dtype != dtype:
+        raise DtypeError(f"{name}: got {tensor.dtype}, need {dtype}")
+    if not tensor.is_contiguous():
+        raise StateError(f"{name}: a kernel reads contiguous arrays only; pass the sealed tensor through .to(device)")
