@@ -32,6 +32,7 @@ WITHOUT_NAMESAKE = {
     "packed_attention": "attention, over many units in one launch",
     "reading": "many units in one launch",
     "recipe": "what a kernel must know of a sealed tensor",
+    "description": "what a kernel must know of a sealed tensor",
     "sealing": "NumPy seals at once",
     "triton": "the folder of the kernels",
     "triton.arithmetic": "what NumPy has a word for",
