@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from quantwm_core import methods
 from quantwm_core.errors import StateError
 from quantwm_core.method import scheme
 from quantwm_kernels.methods import seal_chunk
+from quantwm_kernels.recipe import VECTOR_NBYTES
 from quantwm_kernels.sealing import forget_recordings
 from quantwm_models import CacheReport, LayerCache, Offload, Workspace, attach
 from quantwm_models.packed import in_block, layout, packed, packed_nbytes
@@ -179,10 +181,17 @@ def test_one_block_holds_a_unit_to_the_byte() -> None:
         copied = getattr(there, kind).arrays[name]
         assert torch.equal(copied.view(torch.uint8), tensor.contiguous().view(torch.uint8))
         assert copied.data_ptr() == block.data_ptr() + place
-        assert place % tensor.element_size() == 0
+        assert place % tensor.element_size() == place % gcd(tensor.nbytes, VECTOR_NBYTES) == 0
     elsewhere = in_block(there, block.clone())
     assert elsewhere.nbytes == unit.nbytes
     assert elsewhere.keys.arrays["codes"].data_ptr() != there.keys.arrays["codes"].data_ptr()
+
+
+def test_a_unit_in_one_block_is_read_by_as_wide_loads() -> None:
+    unit = seal_chunk(scheme("quantwm"), *chunk(0, 256, heads=3, channels=128))
+    there, _ = packed(unit)
+    assert there.keys.row.aligned == unit.keys.row.aligned
+    assert unit.keys.row.aligned, "of any other this says nothing"
 
 
 def test_a_host_has_its_units_in_host_memory_by_option() -> None:

@@ -38,9 +38,8 @@ def layout(chunk: SealedChunk) -> tuple[Array, ...]:
     [('keys', 'exact', 0), ('values', 'exact', 16)]
     """
     arrays = [(kind, name, tensor) for kind in KINDS for name, tensor in getattr(chunk, kind).own.items()]
-    arrays.sort(
-        key=lambda each: -gcd(each[2].nbytes, VECTOR_NBYTES)
-    )  # each begins where its length lets vectors be read
+    # Each begins where its length lets vectors be read.
+    arrays.sort(key=lambda each: -gcd(each[2].nbytes, VECTOR_NBYTES))
     placed, place = [], 0
     for kind, name, tensor in arrays:
         placed.append(Array(kind, name, tensor, place))
