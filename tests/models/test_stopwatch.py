@@ -22,9 +22,11 @@ class Event:
     def __init__(self, enable_timing: bool = False) -> None:
         assert enable_timing
         self.at = 0.0
+        self.device: torch.device | None = None
 
-    def record(self, _: object) -> None:
-        self.at = Event.clock
+    def record(self, device: torch.device) -> None:
+        assert self.device in (None, device), "an event belongs to the device that it was recorded for first"
+        self.device, self.at = device, Event.clock
 
     def query(self) -> bool:
         return self.at <= Event.passed
@@ -34,6 +36,7 @@ class Event:
 
     def elapsed_time(self, later: Event) -> float:
         assert later.query(), "asked before it has passed"
+        assert later.device == self.device, "two clocks"
         return later.at - self.at
 
 
@@ -42,7 +45,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "clock", 0.0)
     monkeypatch.setattr(Event, "passed", 0.0)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr("quantwm_models.stopwatch.current_stream", lambda _: object())
+    monkeypatch.setattr("quantwm_models.stopwatch.current_stream", lambda device: device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -112,6 +115,19 @@ def test_events_that_have_passed_are_not_kept() -> None:
         watch.stop(mark)
     assert not watch._running
     assert watch.seconds() == pytest.approx(0.05)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_events_of_one_gpu_are_not_recorded_for_another() -> None:
+    watch = Stopwatch()
+    for device in (GPU, torch.device("cuda", 1)):
+        for _ in range(2):
+            mark = watch.start(device)
+            Event.clock += 500.0
+            Event.passed = Event.clock
+            watch.stop(mark)
+            assert len(watch._spare) == 2, "over, for the same device to use again"
+    assert watch.seconds() == 2.0
 
 
 @pytest.mark.usefixtures("pretended")
