@@ -188,7 +188,19 @@ def test_what_was_read_is_read_again_and_elsewhere(device: torch.device) -> None
         head_major[:, :, 40:],
         first[:, :, :40],
     ]
-    for out, beside in itertools.pairwise(places):
+    # One memory in both orders, and either half elsewhere than just before while the other stays.
+    turned = other.transpose(1, 2).view(head_major.shape)[:, :, :40]
+    assert (turned.data_ptr(), turned.shape) == (other.data_ptr(), other[:, :, :40].shape)
+    pairs = [
+        *itertools.pairwise(places),
+        (first[:, :, :40], first[:, :, 40:]),
+        (first[:, :, :40], other[:, :, :40]),
+        (first[:, :, :40], turned),
+        (turned, first[:, :, :40]),
+        (other[:, :, :40], first[:, :, :40]),
+        (first[:, :, 40:], first[:, :, :40]),
+    ]
+    for out, beside in pairs:
         for each in (out, beside):
             each.fill_(0)
         reading.run(batches, out, beside)
