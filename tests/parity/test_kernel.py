@@ -89,6 +89,27 @@ def test_what_a_binary_depends_on_finds_another(compiler: Compiler, other: dict[
     assert (compiler.compiled, compiler.launched) == (2, [])
 
 
+def test_what_a_launch_returns_launches_the_same_again(compiler: Compiler) -> None:
+    kernel, tensor = kernels.Kernel(compiler), on_device(4)
+    constants = (64, 32) if kernels._TAKES_CONSTANTS else ()
+    first, second = (((2, 3, 1), tensor.data_ptr(), count, 0.5, *constants) for count in (7, 9))
+    compiled, known = (kernel[2, 3](tensor, count, 0.5, 64, TILE=32, num_warps=4) for count in (7, 9))
+    assert compiler.launched == [second]
+    for again in (compiled, known, compiled):
+        again()
+    assert compiler.launched == [second, first, second, first]
+    assert compiler.compiled == 1
+
+
+def test_a_launch_that_a_hook_stops_is_no_binary(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, tensor = kernels.Kernel(compiler), on_device(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Compiler, "__getitem__", lambda *_: lambda *_, **__: None)
+        kernel[2,](tensor, 7, 0.5, 64, TILE=32)()
+    kernel[2,](tensor, 7, 0.5, 64, TILE=32)
+    assert (compiler.compiled, compiler.launched) == (1, [])
+
+
 def test_an_argument_elsewhere_is_refused(compiler: Compiler) -> None:
     kernel = kernels.Kernel(compiler)
     with pytest.raises(DeviceError, match="scale_kernel: an argument lives on cpu"):

@@ -73,7 +73,10 @@ class Kernel:
         binary = self._binaries.get(known := tuple(key))
         compiled = binary is not None
         if binary is None:
-            binary = self._binaries[known] = self.function[grid](*arguments, **options)
+            binary = self.function[grid](*arguments, **options)
+            if binary is None:  # a hook of Triton has stopped it
+                return _nothing
+            self._binaries[known] = binary
         if _TAKES_CONSTANTS:
             passed += constants
             passed += (options[name] for name in self.function.arg_names[len(arguments) :])
@@ -90,6 +93,10 @@ def kernel(**settings: Any) -> Callable[[Callable[..., None]], Kernel]:
         return Kernel(triton.jit(**settings)(source))
 
     return made
+
+
+def _nothing() -> None:
+    """Launch nothing, in place of what was not compiled."""
 
 
 def _kind(value: Any) -> object:
