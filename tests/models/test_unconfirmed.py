@@ -346,6 +346,22 @@ def test_a_unit_that_becomes_another_is_planned_anew(late: Decree) -> None:
     assert cache._contents.units[cache.stream.units[0]].serial == early.serial
 
 
+@pytest.mark.parametrize("error", [None, DomainError("keys hold NaN")], ids=["another", "refused"])
+def test_no_plan_keeps_a_unit_that_is_not_held_any_more(late: Decree, error: DomainError | None) -> None:
+    late(error, other=True)
+    (cache,) = layers(1)
+    fill(cache, 2)
+    cache.read()
+    gone = weakref.ref(next(iter(cache._contents.units.values())).chunk.keys.arrays["codes"])
+    with nullcontext() if error is None else pytest.raises(DomainError):
+        cache.workspace.confirm()
+    late(None)
+    if error is not None:
+        error.__traceback__ = None  # whose frames hold the sealing
+    gc.collect()
+    assert gone() is None
+
+
 def test_what_a_graph_holds_stays_where_it_is(late: Decree, monkeypatch: pytest.MonkeyPatch) -> None:
     late(None, other=True)
     (cache,) = layers(1)
