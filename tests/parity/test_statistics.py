@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantwm_core import statistics as core
-from quantwm_core.errors import ParameterError, ShapeError
+from quantwm_core.errors import DeviceError, ParameterError, ShapeError
 from quantwm_kernels import launch
 from quantwm_kernels.bridge import to_torch
 from quantwm_kernels.statistics import QueryMoment
@@ -117,6 +117,8 @@ def test_fold_moment(device: torch.device) -> None:
         kernels.merge(*ours, 1.0)
     with pytest.raises(ShapeError, match="query moments"):
         kernels.merge(ours[0], QueryMoment(ours[1].mean[:, :1], 10))
+    with pytest.raises(DeviceError, match=f"on meta and {ours[1].mean.device}; move one to the other"):
+        kernels.merge(QueryMoment(ours[0].mean.to("meta"), 30), ours[1])
 
 
 @pytest.mark.parametrize("channels", [32, 80, 128, 256])

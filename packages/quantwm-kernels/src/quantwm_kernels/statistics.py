@@ -172,6 +172,7 @@ def second_moment(
 
     Raises:
         ShapeError: As :func:`quantwm_core.statistics.second_moment`, or ``before`` does not fit.
+        DeviceError: On a GPU, ``before`` lives elsewhere.
         DomainError: On a CPU, the same for numbers. On a GPU nothing is waited for: NaN, Inf and what is too large become
             part of the moment, and the unit that is sealed with it is refused.
 
@@ -196,6 +197,7 @@ def merge(first: QueryMoment, second: QueryMoment, decay: float | None = None) -
 
     Raises:
         ShapeError, ParameterError: The moments do not fit, or the decay is out of range.
+        DeviceError: They live on two devices.
 
     >>> one, two = (second_moment(torch.full((1, 1, 1, 1), x), 1) for x in (2.0, 4.0))
     >>> merge(one, two).mean.item(), merge(one, two, decay=0.75).mean.item()

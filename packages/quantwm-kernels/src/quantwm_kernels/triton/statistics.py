@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantwm_core import statistics as core
-from quantwm_core.errors import ParameterError, ShapeError
+from quantwm_core.errors import DeviceError, ParameterError, ShapeError
 from quantwm_kernels.launch import LAUNCHES, ceil_div, next_power_of_two, on_device, processors, ranks
 from quantwm_kernels.statistics import QueryMoment, basis_shapes, moment_shape
 from quantwm_kernels.triton.arithmetic import magnitude_bits, product
@@ -101,7 +101,7 @@ def second_moment(queries: Tensor, kv_heads: int, before: QueryMoment | None = N
 
     Raises:
         ShapeError: The query heads are not a multiple of the KV heads, there is no query, or ``before`` is of others.
-        DeviceError: No kernel runs where the queries live.
+        DeviceError: No kernel runs where the queries live, or ``before`` lives elsewhere.
     """
     if queries.ndim != 4 or queries.numel() == 0 or kv_heads < 1 or queries.shape[1] % kv_heads:
         raise ShapeError(f"queries: got {tuple(queries.shape)}, need [B, multiple of {kv_heads}, T, D], not empty")
@@ -136,6 +136,7 @@ def merge(first: QueryMoment, second: QueryMoment, decay: float | None = None) -
 
     Raises:
         ShapeError, ParameterError: The moments do not fit, or the decay is out of range.
+        DeviceError: No kernel runs where they live, or they live on two devices.
     """
     core.check_decay(decay)
     with on_device(second.mean, "query moment"):
@@ -150,10 +151,11 @@ def _added(
     mean = torch.empty(shape, dtype=torch.float32, device=parts.mean.device)
     older, queries, share = mean, parts.queries, 1.0
     if before is not None:
-        if before.mean.shape != mean.shape or before.mean.device != mean.device:
+        if before.mean.device != mean.device:
+            raise DeviceError(f"query moments on {before.mean.device} and {mean.device}; move one to the other")
+        if before.mean.shape != mean.shape:
             raise ShapeError(
-                f"query moments: got shapes {tuple(before.mean.shape)} on {before.mean.device} and {tuple(shape)} on "
-                f"{mean.device}, need equal ones"
+                f"query moments: got shapes {tuple(before.mean.shape)} and {tuple(shape)}, need equal ones"
             )
         older, queries = before.mean.contiguous(), before.queries + parts.queries
         share = parts.queries / queries if decay is None else 1 - decay
