@@ -151,6 +151,21 @@ def test_a_history_begins_with_the_codebooks_of_the_one_whose_place_it_takes(off
     assert sealed_bits(cache.chunks[0]) == sealed_bits(seal_chunk(WARM, keys, values)) == sealed_bits(before)
 
 
+def test_a_history_in_host_memory_is_asked_for_its_newest_unit_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = scheme("quantwm", centroids=16, iterations=1, warm_start=True, chunks_per_seal=2)
+    cache = LayerCache(method, offload=Offload())
+    rebuild(cache, *history(1, LONG), [LONG // 4] * 4)
+    copied, to = [], SealedChunk.to
+
+    def counted(unit: SealedChunk, device: torch.device) -> SealedChunk:
+        copied.append(unit.start)
+        return to(unit, device)
+
+    monkeypatch.setattr(SealedChunk, "to", counted)
+    rebuild(cache, *history(2, LONG), [LONG // 4] * 4)
+    assert copied == [LONG // 2], "once for four chunks, when the first two are sealed"
+
+
 def test_a_history_of_other_sizes_says_nothing_to_the_next() -> None:
     cache = LayerCache(WARM)
     for heads, channels in ((2, 16), (1, 16), (1, 8)):

@@ -63,15 +63,18 @@ class History:
         gone = self.contents.gone(grown)
         if queries is not None:
             grown = self._learning.observed(grown, queries, self.geometry)
-        settled = grown.complete().settle(
-            self._scheme, self._learning.frame, replaced=self._unit_before(self.geometry.device)
-        )
+        whole = grown.complete()
+        replaced = self._unit_before(self.geometry.device) if whole.stream.due() else None
+        settled = whole.settle(self._scheme, self._learning.frame, replaced=replaced)
         self.contents = settled.contents
         if self._told:
             self.heard += [Heard((), gone), Heard(settled.sealings, ())]
 
     def _unit_before(self, device: torch.device) -> SealedChunk | None:
-        """The newest unit of the history that is replaced, without what units share: that would be kept for this one alone."""
+        """The newest unit of the history that is replaced, without what units share: that would be kept for this one alone.
+
+        None for any unit but the first.
+        """
         unit = self._replaced.newest(device) if self._scheme.warm_starts and not self.contents.stream.units else None
         if unit is None:
             return None
