@@ -88,9 +88,8 @@ def is_whole(value: object) -> bool:
     >>> is_whole(3), is_whole(True), is_whole(3.0)
     (True, False, False)
     """
-    return type(value) is int or (
-        isinstance(value, Integral) and not isinstance(value, bool)
-    )  # the first is soon asked
+    # The usual case first.
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 @dataclass(frozen=True)

@@ -305,7 +305,8 @@ class LayerCache(Holding):
         """Keys and values of window tokens ``start`` to ``stop`` (all by default).
 
         Returns:
-            BF16 ``[B, H, n, D]`` views of the workspace, valid until the next read through it and not to be written.
+            BF16 ``[B, H, n, D]`` views of the workspace, valid until the next read through it; not to be written,
+            nor changed in place in any way: the same views are handed out again.
 
         Raises:
             RangeError: The range lies outside the window.

@@ -137,7 +137,7 @@ class Store(Sized):
         parts = key if isinstance(key, tuple) else (key,)
         wanted = parts[1] if 2 <= len(parts) <= 4 else None
         others = (*parts[:1], *parts[2:])
-        whole = others == (_ALL,) or all(part == _ALL or part is Ellipsis for part in others)
+        whole = all(part == _ALL or part is Ellipsis for part in others)
         if not isinstance(wanted, slice) or wanted.step not in (None, 1) or not whole:
             raise HostError(f"{self}: index {key!r}; {SUPPORTED}")
         try:

@@ -99,7 +99,10 @@ class Workspace:
         return self.part(0, tokens)
 
     def part(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Views ``[B, H, stop - start, D]`` of tokens of the last :meth:`view`; each pass of a chunk asks for the same."""
+        """Views ``[B, H, stop - start, D]`` of tokens of the last :meth:`view`; each pass of a chunk asks for the same.
+
+        Whoever reads them is not to write them, nor to change them in place in any way: the same views are handed out again.
+        """
         if (start, stop) not in self._parts:
             if len(self._parts) == MOST_PARTS:
                 self._parts.clear()
