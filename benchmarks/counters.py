@@ -46,7 +46,7 @@ COLUMNS: Mapping[str, str] = {
     "l2": r"lts__throughput\.avg\.pct_of_peak_sustained_elapsed",
     "l1": r"l1tex__throughput\.avg\.pct_of_peak_sustained_active",
     "matrix": r"sm__pipe_tensor\w*_cycles_active\.avg\.pct_of_peak_sustained_(active|elapsed)|sm__inst_executed_pipe_tensor\w*\.avg\.pct.*",
-    "issue": r"(smsp|sm)__(issue_active|inst_issued)\.avg\.pct_of_peak_sustained_active|smsp__issue_active\.avg\.per_cycle_active",
+    "issue": r"(smsp|sm)__(issue_active|inst_issued)\.avg\.pct_of_peak_sustained_active",
     "warps": r"sm__warps_active\.avg\.pct_of_peak_sustained_active",
 }
 

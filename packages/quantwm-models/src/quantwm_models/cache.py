@@ -178,7 +178,8 @@ class LayerCache(Holding):
         """:meth:`rewind`, then seal a history in one step, each unit with the queries of those before it.
 
         Until it succeeds, the sealed units of before are kept beside the new ones; the newest of them is to the first new one
-        what the unit before is to others, a warm start.
+        what the unit before is to others, a warm start. That needs the same streams and channels, and as many centroids:
+        otherwise k-means begins from nothing.
 
         Args:
             keys, values: BF16, FP16 or FP32 ``[B, H, N, D]``.

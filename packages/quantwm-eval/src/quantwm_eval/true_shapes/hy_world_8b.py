@@ -127,7 +127,7 @@ class HunyuanVideo_1_5_Pipeline(Rebuilding):  # noqa: N801  # the host's name
         self.texts = self._texts()
 
     def init_kv_cache(self) -> None:
-        """Begin a video: what is read is the same, in tensors of its own."""
+        """Begin a video: what is read is the same, in other tensor objects, by which caches are told apart."""
         vision = dict.fromkeys(self.made)
         self._kv_cache = [vision | {name: each.view_as(each) for name, each in text.items()} for text in self.texts]
 

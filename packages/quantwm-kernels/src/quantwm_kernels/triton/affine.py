@@ -141,7 +141,11 @@ def encode_kernel(
     CLUSTERED: tl.constexpr, CANDIDATES: tl.constexpr, FED: tl.constexpr, RANK: tl.constexpr, RANK_2: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
     GROUPS_2: tl.constexpr, GROUP_2: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Codes, scales and zero-points of a block of tokens, and the coefficients of what is lost along a basis."""
+    """Codes, scales and zero-points of a block of tokens, and the coefficients of what is lost along a basis.
+
+    What is lost is ``(K - c) - x^``, where :mod:`quantwm_core.psac` takes ``K - K^`` with ``K^ = c + x^``: the residual is
+    at hand, and this rounds once less, which is far below half a step of a coefficient (decision 0020).
+    """
     stream, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
     GROUPS: tl.constexpr = CHANNELS // GROUP
