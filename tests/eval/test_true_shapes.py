@@ -234,6 +234,13 @@ def test_what_cannot_be_run_is_refused_before_it_is_begun(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["hy_world", "hy_world_8b"])
+def test_a_video_of_one_chunk_leaves_no_history_to_compare(name: str) -> None:
+    lines = list(run(Plan(name, tiny=True, steps=1, frames=13), [BF16, MethodChoice.parse(QUICK)], lambda _: None))
+    assert [table.at_rest(line) > 0 for line in lines] == [False, False, True, False]  # statistics of queries
+    assert [row[table.HEAD.index("ratio")] for row in table._rows(lines)] == ["-"] * len(lines)
+
+
 def test_lines_of_something_else_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     for text in ("no JSON", '{"benchmark": "decode"}', "[1]"):

@@ -135,12 +135,13 @@ def slowdown(line: Line, hosts: Sequence[Line]) -> float:
 
 def _row(line: Line, hosts: Sequence[Line]) -> tuple[str, ...]:
     each, (seal, decode) = seconds(line), shares(line)
-    ratio = at_rest(hosts[0]) / at_rest(line) if hosts else None
+    rest, whole = at_rest(line), at_rest(hosts[0]) if hosts else 0
+    ratio = whole / rest if rest and whole else None  # a video of one chunk may leave no history
     slower = slowdown(line, hosts) if hosts else None
     measured, ours = line["peak_nbytes"] > 0, line not in hosts
     return (
         line["method"],
-        size(at_rest(line), digits=3),
+        size(rest, digits=3),
         "-" if ratio is None else f"{ratio:.2f}x",
         size(line["peak_nbytes"], digits=2) if measured else "-",
         f"{line['peak_nbytes'] / line['model_nbytes']:.3f}" if measured and ours else "-",
