@@ -98,9 +98,9 @@ class LayerCache(Holding):
         self._settings = Stream(self.scheme.chunks_per_seal, self.scheme.recent_tokens, sink, window)
         self.layer = layer
         self.attention = attention
-        self.workspace = Workspace() if workspace is None else workspace
-        self.workspace.reserve(window or 0)
-        self.offload = offload
+        self._workspace = Workspace() if workspace is None else workspace
+        self._workspace.reserve(window or 0)
+        self._offload = offload
         self.expected: Geometry | None = None
         self.half_written = False
         super().__init__()
