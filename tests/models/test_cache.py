@@ -531,3 +531,38 @@ def test_a_moment_that_does_not_fit_the_keys_is_refused() -> None:
         with pytest.raises(ShapeError, match=r"moment: got .*need \(1, 2, 16, 16\)"):
             cache.observe_moment(QueryMoment(torch.zeros(shape), 1))
     assert snapshot(cache) == before
+
+
+ZERO = torch.zeros(1, 2, 16, 16)
+
+
+@pytest.mark.parametrize("appended", [False, True])
+@pytest.mark.parametrize(
+    ("moment", "error", "said"),
+    [
+        *((wrong, DtypeError, "moment: got .*need a QueryMoment") for wrong in (None, 5, ZERO, (ZERO, 8))),
+        *((QueryMoment(ZERO + wrong, 8), DomainError, "NaN or infinite") for wrong in (torch.inf, torch.nan)),
+        (QueryMoment(ZERO - torch.eye(16), 8), DomainError, "-1.0 on the diagonal"),
+        *(
+            (QueryMoment(ZERO, wrong), ParameterError, "queries; need a whole number above 0")  # type: ignore[arg-type]
+            for wrong in (0, -1, None, "a", 1.5, torch.nan, True)
+        ),
+        *(
+            (QueryMoment(wrong, 8), DtypeError, "moment: got")  # type: ignore[arg-type]
+            for wrong in (None, [1.0], ZERO.numpy(), ZERO.int(), ZERO.double(), ZERO.bfloat16())
+        ),
+        *((QueryMoment(wrong, 8), ShapeError, "moment: got") for wrong in (ZERO[0], ZERO[..., :8], ZERO[:0])),
+        (QueryMoment(ZERO.to("meta"), 8), DeviceError, "moment: .*meta"),
+        (QueryMoment(ZERO.clone().requires_grad_(), 8), StateError, "moment: .*requires grad"),
+    ],
+)
+def test_what_is_no_moment_is_refused_when_it_comes(
+    appended: bool, moment: QueryMoment, error: type[Exception], said: str
+) -> None:
+    cache = LayerCache("quantwm", layer=3)
+    if appended:
+        cache.append(*chunk(0))
+    before = snapshot(cache)
+    with pytest.raises(error, match=f"layer 3: .*{said}"):
+        cache.observe_moment(moment)
+    assert snapshot(cache) == before

@@ -261,8 +261,12 @@ class LayerCache(Holding):
             moment: Of ``[B, H]`` streams, in the frame in which queries are observed.
 
         Raises:
-            StateError: The scheme looks ahead, which takes the positions of queries.
+            StateError: The scheme looks ahead, which takes the positions of queries; or the mean requires grad.
+            DeviceError, DtypeError: It is no :class:`quantwm_kernels.statistics.QueryMoment` of FP32 where one is served.
             ShapeError: The streams or the channels are not those of the keys.
+            ParameterError: It is not of a whole number of queries above 0.
+            DomainError: On a CPU, it holds NaN, Inf or a negative number on the diagonal. A GPU finds out when a unit is sealed
+                with NaN or Inf, as with queries of :meth:`observe`; it does not look for negative ones.
 
         >>> from quantwm_kernels.statistics import second_moment
         >>> cache, (keys, values, queries) = LayerCache("quantwm"), torch.ones(3, 1, 2, 64, 32)

@@ -11,7 +11,7 @@ from quantwm_core.method import Scheme
 from quantwm_core.rotary import Turning
 from quantwm_kernels.statistics import QueryMoment, merge, second_moment
 from quantwm_models.contents import Contents, KeyFrame
-from quantwm_models.geometry import Geometry, check_queries
+from quantwm_models.geometry import Geometry, check_moment, check_queries
 from quantwm_models.rotary import coming_moment, still_moment
 
 
@@ -70,6 +70,7 @@ class Learning:
 
     def told(self, contents: Contents, moment: QueryMoment, known: Geometry | None) -> Contents:
         """The same of a moment; see :meth:`quantwm_models.LayerCache.observe_moment`."""
+        check_moment(moment)
         shape, framed = tuple(moment.mean.shape), self.key_frame is not None
         if known is not None:
             batch, heads, channels, _, _ = known
