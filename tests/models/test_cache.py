@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -508,6 +509,49 @@ def test_a_unit_is_sealed_in_the_frame_of_its_keys() -> None:
     assert pasts[0] is not None
     assert pasts[1] is not None
     assert bits(pasts[0].mean) == bits(pasts[1].mean)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 8, 16), (2, 2, 8, 16), (1, 2, 8, 32)])
+def test_a_first_chunk_that_does_not_fit_what_was_foreseen_is_refused(shape: tuple[int, ...]) -> None:
+    cache = LayerCache("quantwm", iterations=1)
+    cache.foresee(normal(*shape))
+    before = snapshot(cache)
+    refused = r"layer 0: keys of .*\[1, 2, 16\] after queries of .*clear\(\)"
+    with pytest.raises(ShapeError, match=refused):
+        cache.append(*chunk(0))
+    with pytest.raises(ShapeError, match=refused):
+        cache.rebuild(*chunk(0), None, [16])
+    assert snapshot(cache) == before
+    cache.restart(*chunk(0))
+    cache.seal()
+    assert cache.chunks[0].tokens == 16
+
+
+def test_the_sizes_of_a_rebuilt_history_are_checked() -> None:
+    cache, (keys, values) = LayerCache("quantwm", iterations=1), chunk(0, 64)
+    cache.append(*chunk(1))
+    before = snapshot(cache)
+    lists: list[Any] = [
+        None,
+        5,
+        "32",
+        [],
+        [32.0, 32.0],
+        [64, 0],
+        np.array(64),
+        np.full(2, 32.0),
+        torch.tensor([64]),
+    ]
+    for wrong in lists:
+        with pytest.raises(ShapeError, match=r"layer 0: chunks of .*need whole numbers above 0"):
+            cache.rebuild(keys, values, None, wrong)
+    with pytest.raises(ShapeError, match=r"layer 0: keys: got \(1, 2, 64, 16\), need .* of 65 tokens, \[32, 33\]"):
+        cache.rebuild(keys, values, None, [32, 33])
+    with pytest.raises(DtypeError, match="layer 0: values: got NoneType"):
+        cache.rebuild(keys, None, None, [64])  # type: ignore[arg-type]
+    assert snapshot(cache) == before
+    cache.rebuild(keys, values, None, np.array([32, 32]))  # type: ignore[arg-type]
+    assert [each.tokens for each in cache.chunks] == [32, 32]
 
 
 def test_a_moment_counts_as_the_queries_that_it_is_of() -> None:

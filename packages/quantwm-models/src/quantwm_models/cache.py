@@ -137,7 +137,7 @@ class LayerCache(Holding):
             copy: False hands tensors over that are BF16 already: nobody may write them any more.
 
         Raises:
-            ShapeError, DtypeError: The tensors do not fit each other or the chunks before.
+            ShapeError, DtypeError: The tensors do not fit each other, or the chunks or queries before.
             RangeError: The chunk is longer than the window allows.
             DomainError: An older chunk that is due holds NaN, Inf or numbers beyond 2**60. On a GPU the call after this one may
                 be the one that raises it, of whichever layer shares the workspace; the cache at fault, which the message
@@ -147,6 +147,8 @@ class LayerCache(Holding):
         self.workspace.confirm()
         with self._located:
             exact_keys, exact_values, geometry = exact_chunk(keys, values, self._geometry, copy=copy)
+            if self._geometry is None:
+                self._learning.check_foreseen(self._contents, geometry)
             self._commit(self._contents.append(exact_keys, exact_values), geometry)
 
     def restart(
@@ -186,7 +188,7 @@ class LayerCache(Holding):
             tokens: Tokens of each chunk, ``N`` in all.
 
         Raises:
-            ShapeError: The tensors are not of so many tokens.
+            ShapeError: The tensors are not of so many tokens, or those are no whole numbers above 0.
             QuantWMError: As :meth:`append` and :meth:`observe`; the cache is still what it was then.
         """
         self.workspace.confirm()

@@ -79,10 +79,31 @@ def exact_chunk(
     return copies[0].copy_(keys), copies[1].copy_(values), geometry
 
 
-def chunks_of(name: str, tensor: Tensor, tokens: Sequence[int]) -> Sequence[Tensor]:
+def chunk_sizes(tokens: Sequence[int]) -> list[int]:
+    """Tokens of each chunk of a history.
+
+    Raises:
+        ShapeError: They are no whole numbers above 0, or none.
+
+    >>> chunk_sizes(5)
+    Traceback (most recent call last):
+    ...
+    quantwm_core.errors.ShapeError: chunks of 5 tokens; need whole numbers above 0, such as [32, 32]
+    """
+    try:
+        sizes = list(tokens)
+    except TypeError:  # a single number, too, of an array without axes
+        sizes = []
+    if not sizes or not all(is_whole(each) and each > 0 for each in sizes):
+        raise ShapeError(f"chunks of {sizes or tokens!r} tokens; need whole numbers above 0, such as [32, 32]")
+    return [int(each) for each in sizes]
+
+
+def chunks_of(name: str, tensor: Tensor, tokens: list[int]) -> Sequence[Tensor]:
     """The chunks of so many ``tokens`` each that ``[B, H, N, D]`` consists of.
 
     Raises:
+        DtypeError: It is no tensor.
         StateError: The tensor requires grad.
         ShapeError: It is not of so many tokens.
 
@@ -90,13 +111,9 @@ def chunks_of(name: str, tensor: Tensor, tokens: Sequence[int]) -> Sequence[Tens
     [(1, 2, 3, 4), (1, 2, 2, 4)]
     """
     check_detached(tensor, name)
-    if not all(is_whole(each) and each > 0 for each in tokens):
-        raise ShapeError(f"{name}: chunks of {list(tokens)} tokens; need whole numbers above 0")
-    if not tokens or tensor.ndim != 4 or tensor.shape[2] != sum(tokens):
-        raise ShapeError(
-            f"{name}: got {tuple(tensor.shape)}, need [B, H, N, D] of {sum(tokens)} tokens, {list(tokens)}"
-        )
-    return tensor.split(list(tokens), dim=2)
+    if tensor.ndim != 4 or tensor.shape[2] != sum(tokens):
+        raise ShapeError(f"{name}: got {tuple(tensor.shape)}, need [B, H, N, D] of {sum(tokens)} tokens, {tokens}")
+    return tensor.split(tokens, dim=2)
 
 
 def check_queries(queries: Tensor) -> None:

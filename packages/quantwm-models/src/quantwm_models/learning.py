@@ -80,6 +80,21 @@ class Learning:
             raise StateError("a moment of queries has no positions to be turned from; set frames_ahead=0")
         return _counted(contents, moment) if self._learns else contents
 
+    def check_foreseen(self, contents: Contents, known: Geometry) -> None:
+        """Refuse a first chunk that does not fit the queries that came before it.
+
+        Raises:
+            ShapeError: No unit could be sealed with their moment.
+        """
+        framed = self.key_frame is not None
+        for moment in contents.queries.moments:
+            batch, heads, _, channels = moment.mean.shape
+            if (batch, heads) != known[:2] or not (framed or channels == known.key_channels):
+                raise ShapeError(
+                    f"keys of [batch, heads, channels] {list(known[:3])} after queries of {[batch, heads, channels]}, which came "
+                    "before them; clear() forgets those, and so does restart()"
+                )
+
     def _moment(self, queries: Tensor, heads: int, end: int, before: QueryMoment | None) -> QueryMoment:
         """Moment of queries of the tokens up to absolute ``end``, and of those before, as it is kept."""
         if self.turning is None:
