@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quantwm_core import chunk, methods
 from quantwm_core.chunk import KINDS, Kind, SealedChunk
 from quantwm_core.domain import BF16
-from quantwm_core.errors import FormatError, ParameterError, RangeError, UnknownNameError
+from quantwm_core.errors import FormatError, ParameterError, RangeError, ShapeError, UnknownNameError
 from quantwm_core.method import Method, Scheme, decode_tensor, scheme
 from quantwm_core.statistics import QueryMoment
 from tests.core import strategies
@@ -371,6 +371,13 @@ def test_a_parameter_that_does_not_fit_the_tensor_is_refused(
 ) -> None:
     with pytest.raises(ParameterError, match=message):
         methods.get(name, **parameters).seal("keys", _unit((1, 1, 20, 64)))
+
+
+@pytest.mark.parametrize("channels", [1, 7, 12])
+@pytest.mark.parametrize("name", ["klt", "kvtc", "oscar"])
+def test_a_transform_code_of_no_whole_blocks_says_what_it_needs(name: str, channels: int) -> None:
+    with pytest.raises(ShapeError, match=f"head dimension {channels}: .*a multiple of 8"):
+        methods.get(name).seal("keys", _unit((1, 1, 20, channels)))
 
 
 def test_a_name_that_nobody_bears() -> None:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from quantwm_core import statistics
 from quantwm_core.domain import BF16
 from quantwm_core.errors import DomainError, DtypeError, ParameterError, ShapeError
+from quantwm_core.method import scheme
 from quantwm_core.statistics import QueryMoment, QueryStatistics, merge, second_moment
 from tests.core import strategies, tolerances
 from tests.core.compare import assert_bits, assert_within
@@ -51,6 +52,17 @@ def test_merged_moments_are_the_moment_of_all_queries(lengths: list[int], seed: 
 def test_moments_of_different_caches_do_not_merge() -> None:
     with pytest.raises(ShapeError, match="query moments"):
         merge(second_moment(_queries(0, 2, 3), 2), second_moment(_queries(0, 2, 3), 1))
+
+
+@pytest.mark.parametrize("wrong", [np.inf, np.nan, -1.0])
+def test_units_are_not_sealed_with_moments_that_no_queries_have(wrong: float) -> None:
+    keys, moment = _queries(0, 2, 32), second_moment(_queries(1, 2, 3), 2)
+    mean = moment.mean.copy()
+    mean[0, 1, 2, 2] = wrong
+    with pytest.raises(DomainError, match="layer 3, query moment"):
+        scheme("quantwm").seal(keys, keys, statistics.QueryMoment(mean, 3), label="layer 3")
+    mean[0, 1, 2, 2], mean[0, 1, 0, 2] = 0, -1
+    scheme("quantwm").seal(keys, keys, statistics.QueryMoment(mean, 3))
 
 
 def test_half_precision_and_strides_do_not_matter() -> None:

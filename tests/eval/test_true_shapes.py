@@ -234,6 +234,30 @@ def test_what_cannot_be_run_is_refused_before_it_is_begun(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["hy_world", "hy_world_8b"])
+def test_a_video_of_one_chunk_leaves_no_history_to_compare(name: str) -> None:
+    lines = list(run(Plan(name, tiny=True, steps=1, frames=13), [BF16, MethodChoice.parse(QUICK)], lambda _: None))
+    assert [table.at_rest(line) > 0 for line in lines] == [False, False, True, False]  # statistics of queries
+    assert [row[table.HEAD.index("ratio")] for row in table._rows(lines)] == ["-"] * len(lines)
+
+
+@pytest.mark.parametrize("name", ["causal_forcing", "hy_world"])
+def test_presets_run_in_small_and_a_method_that_is_not_for_a_shape_has_its_line(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quantwm_eval.cli import main
+
+    methods = ["quantwm:preset=paper:iterations=1", "qvg:group_size=48", "quantwm:preset=sharp:iterations=1"]
+    command = ["bench", "true-shapes", name, "--tiny", "--frames", "45", "--steps", "1", "--methods", ",".join(methods)]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    rows = [next(row for row in printed.out.splitlines() if row.startswith(each)) for each in methods]
+    assert ["x  " in row for row in rows] == [True, False, True]
+    assert "not for this shape" in rows[1]
+    assert "qvg:group_size=48: not for this shape: " in printed.err
+    assert "group size 48 does not fit head dimension 64" in printed.err
+
+
 def test_lines_of_something_else_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     for text in ("no JSON", '{"benchmark": "decode"}', "[1]"):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -510,6 +511,49 @@ def test_a_unit_is_sealed_in_the_frame_of_its_keys() -> None:
     assert bits(pasts[0].mean) == bits(pasts[1].mean)
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 8, 16), (2, 2, 8, 16), (1, 2, 8, 32)])
+def test_a_first_chunk_that_does_not_fit_what_was_foreseen_is_refused(shape: tuple[int, ...]) -> None:
+    cache = LayerCache("quantwm", iterations=1)
+    cache.foresee(normal(*shape))
+    before = snapshot(cache)
+    refused = r"layer 0: keys of .*\[1, 2, 16\] after queries of .*clear\(\)"
+    with pytest.raises(ShapeError, match=refused):
+        cache.append(*chunk(0))
+    with pytest.raises(ShapeError, match=refused):
+        cache.rebuild(*chunk(0), None, [16])
+    assert snapshot(cache) == before
+    cache.restart(*chunk(0))
+    cache.seal()
+    assert cache.chunks[0].tokens == 16
+
+
+def test_the_sizes_of_a_rebuilt_history_are_checked() -> None:
+    cache, (keys, values) = LayerCache("quantwm", iterations=1), chunk(0, 64)
+    cache.append(*chunk(1))
+    before = snapshot(cache)
+    lists: list[Any] = [
+        None,
+        5,
+        "32",
+        [],
+        [32.0, 32.0],
+        [64, 0],
+        np.array(64),
+        np.full(2, 32.0),
+        torch.tensor([64]),
+    ]
+    for wrong in lists:
+        with pytest.raises(ShapeError, match=r"layer 0: chunks of .*need whole numbers above 0"):
+            cache.rebuild(keys, values, None, wrong)
+    with pytest.raises(ShapeError, match=r"layer 0: keys: got \(1, 2, 64, 16\), need .* of 65 tokens, \[32, 33\]"):
+        cache.rebuild(keys, values, None, [32, 33])
+    with pytest.raises(DtypeError, match="layer 0: values: got NoneType"):
+        cache.rebuild(keys, None, None, [64])  # type: ignore[arg-type]
+    assert snapshot(cache) == before
+    cache.rebuild(keys, values, None, np.array([32, 32]))  # type: ignore[arg-type]
+    assert [each.tokens for each in cache.chunks] == [32, 32]
+
+
 def test_a_moment_counts_as_the_queries_that_it_is_of() -> None:
     by_queries, by_moment = (LayerCache("quantwm", iterations=1) for _ in range(2))
     for step in range(3):
@@ -530,4 +574,39 @@ def test_a_moment_that_does_not_fit_the_keys_is_refused() -> None:
     for shape in ((1, 3, 16, 16), (2, 2, 16, 16), (1, 2, 8, 8)):
         with pytest.raises(ShapeError, match=r"moment: got .*need \(1, 2, 16, 16\)"):
             cache.observe_moment(QueryMoment(torch.zeros(shape), 1))
+    assert snapshot(cache) == before
+
+
+ZERO = torch.zeros(1, 2, 16, 16)
+
+
+@pytest.mark.parametrize("appended", [False, True])
+@pytest.mark.parametrize(
+    ("moment", "error", "said"),
+    [
+        *((wrong, DtypeError, "moment: got .*need a QueryMoment") for wrong in (None, 5, ZERO, (ZERO, 8))),
+        *((QueryMoment(ZERO + wrong, 8), DomainError, "NaN or infinite") for wrong in (torch.inf, torch.nan)),
+        (QueryMoment(ZERO - torch.eye(16), 8), DomainError, "-1.0 on the diagonal"),
+        *(
+            (QueryMoment(ZERO, wrong), ParameterError, "queries; need a whole number above 0")  # type: ignore[arg-type]
+            for wrong in (0, -1, None, "a", 1.5, torch.nan, True)
+        ),
+        *(
+            (QueryMoment(wrong, 8), DtypeError, "moment: got")  # type: ignore[arg-type]
+            for wrong in (None, [1.0], ZERO.numpy(), ZERO.int(), ZERO.double(), ZERO.bfloat16())
+        ),
+        *((QueryMoment(wrong, 8), ShapeError, "moment: got") for wrong in (ZERO[0], ZERO[..., :8], ZERO[:0])),
+        (QueryMoment(ZERO.to("meta"), 8), DeviceError, "moment: .*meta"),
+        (QueryMoment(ZERO.clone().requires_grad_(), 8), StateError, "moment: .*requires grad"),
+    ],
+)
+def test_what_is_no_moment_is_refused_when_it_comes(
+    appended: bool, moment: QueryMoment, error: type[Exception], said: str
+) -> None:
+    cache = LayerCache("quantwm", layer=3)
+    if appended:
+        cache.append(*chunk(0))
+    before = snapshot(cache)
+    with pytest.raises(error, match=f"layer 3: .*{said}"):
+        cache.observe_moment(moment)
     assert snapshot(cache) == before

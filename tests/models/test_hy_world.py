@@ -221,6 +221,9 @@ def test_what_is_no_host_is_refused_before_anything_changes() -> None:
     adapter = adapters.get("hy_world")
     assert not adapter.matches(object())
     assert not adapter.matches(type("WanPipeline", (), {})())
+    for nothing in (None, object()):
+        with pytest.raises(HostError, match=r"need \.transformer with .*: there is no \.transformer$"):
+            attach(nothing, adapter="hy_world")
     for make in HOSTS.values():
         host = make()
         assert adapters.find(host) is adapter
@@ -229,7 +232,7 @@ def test_what_is_no_host_is_refused_before_anything_changes() -> None:
         before = state(host)
         name = next(iter(host.transformer._modules))
         setattr(host.transformer, name, torch.nn.ModuleList())
-        with pytest.raises(HostError, match=r"need \.transformer with \.blocks of"):
+        with pytest.raises(HostError, match=r"need \.transformer with \.blocks of.*: its \w+ has none$"):
             attach(host)
         assert "hooks" in before
         assert not any(each._forward_pre_hooks for each in blocks(host))

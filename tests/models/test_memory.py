@@ -46,6 +46,22 @@ def test_the_cache_is_as_it_was_and_says_what_would_fit(name: str, monkeypatch: 
     assert cache.read()[0].shape[2] == 64
 
 
+def test_a_cpu_runs_out_of_memory_too_and_nothing_else_is_taken_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, empty = LayerCache("rtn", layer=3), torch.empty
+    fill(cache, 2)
+    before = snapshot(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *_, **__: empty(2**60, dtype=torch.uint8))
+        with pytest.raises(CacheMemoryError, match=r"^layer 3: out of memory.*offload=True") as caught:
+            cache.append(*chunk(9))
+    assert "DefaultCPUAllocator" in str(caught.value.__cause__.__cause__ if caught.value.__cause__ else None)
+    assert snapshot(cache) == before
+    for said in ("DefaultCPUAllocator is broken", "can't allocate memory"):
+        with pytest.raises(RuntimeError, match=said) as other, memory.explained(str):
+            raise RuntimeError(said)
+        assert type(other.value) is RuntimeError
+
+
 def test_a_unit_that_cannot_be_sealed_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = LayerCache("quantwm", offload=Offload())
     fill(cache, 3)

@@ -223,3 +223,13 @@ def test_reports_of_layers_add_up() -> None:
     assert both.ratio == one.ratio == 5.0
     assert both.ratio_with_active == 55 / 15
     assert CacheReport().ratio == CacheReport().ratio_with_active == 1.0
+
+
+@pytest.mark.parametrize("name", ["workspace", "offload"])
+def test_what_reads_go_through_is_not_replaced(name: str) -> None:
+    cache = LayerCache("rtn")
+    fill(cache, 3)
+    before = [bits(each) for each in cache.read()]
+    with pytest.raises(AttributeError):
+        setattr(cache, name, Workspace())
+    assert [bits(each) for each in cache.read()] == before

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int64, UInt8
 
-from quantwm_core.errors import ParameterError
+from quantwm_core.errors import ParameterError, ShapeError
 
 BLOCK = 8
 """Directions of a block; with ``w`` bits a direction they take ``w`` bytes a token."""
@@ -34,15 +34,26 @@ class _Rise(NamedTuple):
     block: int
 
 
+def check_channels(channels: int) -> None:
+    """Raise :class:`ShapeError` for a head dimension that is no whole number of blocks.
+
+    >>> check_channels(128)
+    """
+    if channels % BLOCK:
+        raise ShapeError(f"head dimension {channels}: a transform code needs a multiple of {BLOCK}")
+
+
 def budget(bits: float, channels: int) -> int:
     """Bytes of a token's codes: ``bits`` an element at most, and an even number.
 
     Raises:
+        ShapeError: The head dimension is no whole number of blocks.
         ParameterError: That is not a single block of two bits.
 
     >>> budget(2.0, 128), budget(1.25, 80)
     (32, 12)
     """
+    check_channels(channels)
     nbytes = int(bits * channels / 8) // 2 * 2
     if nbytes == 0:
         raise ParameterError(

@@ -171,8 +171,10 @@ class Scheme:
         if exact[0].shape[:3] != exact[1].shape[:3]:
             raise ShapeError(f"{prefix}keys {exact[0].shape} and values {exact[1].shape}: need the same B, H and N")
         batch, heads, _, channels = exact[0].shape
-        if moment is not None and moment.mean.shape != (batch, heads, channels, channels):
-            raise ShapeError(f"{prefix}query moment {moment.mean.shape} does not fit keys {exact[0].shape}")
+        if moment is not None:
+            if moment.mean.shape != (batch, heads, channels, channels):
+                raise ShapeError(f"{prefix}query moment {moment.mean.shape} does not fit keys {exact[0].shape}")
+            statistics.check_moment(moment.mean, f"{prefix}query moment")
         before = (None, None) if previous is None else (previous.keys, previous.values)
         sealed_keys = self.keys.seal("keys", exact[0], moment, before[0])
         return SealedChunk(sealed_keys, self.values.seal("values", exact[1], moment, before[1]), start)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import BFloat16, Float, Float32
 
 from quantwm_core.domain import BF16, binary_exponent, to_bf16
-from quantwm_core.errors import ParameterError, ShapeError
+from quantwm_core.errors import DomainError, ParameterError, ShapeError
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,18 @@ def check_decay(decay: object) -> None:
     """
     if decay is not None and not (isinstance(decay, int | float) and 0 <= decay < 1):
         raise ParameterError(f"decay {decay!r}: need None or a number in [0, 1)")
+
+
+def check_moment(mean: Float32[np.ndarray, "*streams channels channels"], name: str = "query moment") -> None:
+    """Raise :class:`DomainError` unless every number is finite and none on the diagonal, a mean of squares, is negative.
+
+    >>> check_moment(np.float32([[[1.0, -2.0], [-2.0, 4.0]]]))
+    """
+    if not np.isfinite(mean).all():
+        raise DomainError(f"{name}: NaN or infinite numbers; make it of queries that are finite")
+    lowest = np.diagonal(mean, axis1=-2, axis2=-1).min(initial=0)
+    if lowest < 0:
+        raise DomainError(f"{name}: {lowest} on the diagonal, where means of squares stand; need 0 or more")
 
 
 def sensitivity(mean: Float32[np.ndarray, "*streams channels channels"]) -> Float32[np.ndarray, "*streams channels"]:

@@ -106,8 +106,7 @@ def sources(
         ShapeError: The head dimension is no multiple of eight.
     """
     batch, heads, _, channels = values.shape
-    if channels % BLOCK:
-        raise ShapeError(f"head dimension {channels}: a transform code needs a multiple of {BLOCK}")
+    allocation.check_channels(channels)
     return [_source(values[place], metrics[place], damp) for place in np.ndindex(batch, heads)]
 
 

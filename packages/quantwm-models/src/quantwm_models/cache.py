@@ -98,9 +98,9 @@ class LayerCache(Holding):
         self._settings = Stream(self.scheme.chunks_per_seal, self.scheme.recent_tokens, sink, window)
         self.layer = layer
         self.attention = attention
-        self.workspace = Workspace() if workspace is None else workspace
-        self.workspace.reserve(window or 0)
-        self.offload = offload
+        self._workspace = Workspace() if workspace is None else workspace
+        self._workspace.reserve(window or 0)
+        self._offload = offload
         self.expected: Geometry | None = None
         self.half_written = False
         super().__init__()
@@ -137,7 +137,7 @@ class LayerCache(Holding):
             copy: False hands tensors over that are BF16 already: nobody may write them any more.
 
         Raises:
-            ShapeError, DtypeError: The tensors do not fit each other or the chunks before.
+            ShapeError, DtypeError: The tensors do not fit each other, or the chunks or queries before.
             RangeError: The chunk is longer than the window allows.
             DomainError: An older chunk that is due holds NaN, Inf or numbers beyond 2**60. On a GPU the call after this one may
                 be the one that raises it, of whichever layer shares the workspace; the cache at fault, which the message
@@ -147,6 +147,8 @@ class LayerCache(Holding):
         self.workspace.confirm()
         with self._located:
             exact_keys, exact_values, geometry = exact_chunk(keys, values, self._geometry, copy=copy)
+            if self._geometry is None:
+                self._learning.check_foreseen(self._contents, geometry)
             self._commit(self._contents.append(exact_keys, exact_values), geometry)
 
     def restart(
@@ -187,7 +189,7 @@ class LayerCache(Holding):
             tokens: Tokens of each chunk, ``N`` in all.
 
         Raises:
-            ShapeError: The tensors are not of so many tokens.
+            ShapeError: The tensors are not of so many tokens, or those are no whole numbers above 0.
             QuantWMError: As :meth:`append` and :meth:`observe`; the cache is still what it was then.
         """
         self.workspace.confirm()
@@ -262,8 +264,12 @@ class LayerCache(Holding):
             moment: Of ``[B, H]`` streams, in the frame in which queries are observed.
 
         Raises:
-            StateError: The scheme looks ahead, which takes the positions of queries.
+            StateError: The scheme looks ahead, which takes the positions of queries; or the mean requires grad.
+            DeviceError, DtypeError: It is no :class:`quantwm_kernels.statistics.QueryMoment` of FP32 where one is served.
             ShapeError: The streams or the channels are not those of the keys.
+            ParameterError: It is not of a whole number of queries above 0.
+            DomainError: On a CPU, it holds NaN, Inf or a negative number on the diagonal. A GPU finds out when a unit is sealed
+                with NaN or Inf, as with queries of :meth:`observe`; it does not look for negative ones.
 
         >>> from quantwm_kernels.statistics import second_moment
         >>> cache, (keys, values, queries) = LayerCache("quantwm"), torch.ones(3, 1, 2, 64, 32)

@@ -36,10 +36,15 @@ class CausalQueries:
     decay: float | None = None
 
     @property
+    def moments(self) -> list[QueryMoment]:
+        """All that there are, oldest first."""
+        every = [self.past, *(group.moment for group in self.groups)]
+        return [moment for moment in every if moment is not None]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of storage of all moments."""
-        moments = [self.past, *(group.moment for group in self.groups)]
-        return storage_nbytes(moment.mean for moment in moments if moment is not None)
+        return storage_nbytes(moment.mean for moment in self.moments)
 
     def begin(self, start: int) -> CausalQueries:
         """A group of chunks begins at absolute token ``start``."""

@@ -8,11 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantwm_core.errors import DtypeError, ShapeError
+from quantwm_core import statistics as core
+from quantwm_core.errors import DtypeError, ParameterError, ShapeError
 from quantwm_core.stream import is_whole
-from quantwm_kernels.bridge import check_detached
+from quantwm_kernels.bridge import check_detached, to_numpy
 from quantwm_kernels.launch import ceil_div, check_served
 from quantwm_kernels.sealing import ACCEPTED
+from quantwm_kernels.statistics import QueryMoment
 
 
 class Geometry(NamedTuple):
@@ -77,10 +79,31 @@ def exact_chunk(
     return copies[0].copy_(keys), copies[1].copy_(values), geometry
 
 
-def chunks_of(name: str, tensor: Tensor, tokens: Sequence[int]) -> Sequence[Tensor]:
+def chunk_sizes(tokens: Sequence[int]) -> list[int]:
+    """Tokens of each chunk of a history.
+
+    Raises:
+        ShapeError: They are no whole numbers above 0, or none.
+
+    >>> chunk_sizes(5)
+    Traceback (most recent call last):
+    ...
+    quantwm_core.errors.ShapeError: chunks of 5 tokens; need whole numbers above 0, such as [32, 32]
+    """
+    try:
+        sizes = list(tokens)
+    except TypeError:  # a single number, too, of an array without axes
+        sizes = []
+    if not sizes or not all(is_whole(each) and each > 0 for each in sizes):
+        raise ShapeError(f"chunks of {sizes or tokens!r} tokens; need whole numbers above 0, such as [32, 32]")
+    return [int(each) for each in sizes]
+
+
+def chunks_of(name: str, tensor: Tensor, tokens: list[int]) -> Sequence[Tensor]:
     """The chunks of so many ``tokens`` each that ``[B, H, N, D]`` consists of.
 
     Raises:
+        DtypeError: It is no tensor.
         StateError: The tensor requires grad.
         ShapeError: It is not of so many tokens.
 
@@ -88,13 +111,9 @@ def chunks_of(name: str, tensor: Tensor, tokens: Sequence[int]) -> Sequence[Tens
     [(1, 2, 3, 4), (1, 2, 2, 4)]
     """
     check_detached(tensor, name)
-    if not all(is_whole(each) and each > 0 for each in tokens):
-        raise ShapeError(f"{name}: chunks of {list(tokens)} tokens; need whole numbers above 0")
-    if not tokens or tensor.ndim != 4 or tensor.shape[2] != sum(tokens):
-        raise ShapeError(
-            f"{name}: got {tuple(tensor.shape)}, need [B, H, N, D] of {sum(tokens)} tokens, {list(tokens)}"
-        )
-    return tensor.split(list(tokens), dim=2)
+    if tensor.ndim != 4 or tensor.shape[2] != sum(tokens):
+        raise ShapeError(f"{name}: got {tuple(tensor.shape)}, need [B, H, N, D] of {sum(tokens)} tokens, {tokens}")
+    return tensor.split(tokens, dim=2)
 
 
 def check_queries(queries: Tensor) -> None:
@@ -114,6 +133,36 @@ def check_queries(queries: Tensor) -> None:
     check_served(queries, "queries")
     if queries.dtype not in ACCEPTED:
         raise DtypeError(f"queries: got {queries.dtype}, need torch.bfloat16, float16 or float32")
+
+
+def check_moment(moment: QueryMoment) -> None:
+    """Refuse what is no second moment of queries. The numbers of one on a GPU are not looked at, which would wait for them.
+
+    Raises:
+        StateError: The mean requires grad.
+        DeviceError: It lives where no implementation serves it.
+        DtypeError, ShapeError: It is no FP32 ``[B, H, D, D]``.
+        ParameterError: Its queries are no whole number above 0.
+        DomainError: On a CPU, it holds NaN or Inf, or less than 0 on the diagonal.
+
+    >>> check_moment(QueryMoment(torch.zeros(1, 2, 4, 4), 0))
+    Traceback (most recent call last):
+    ...
+    quantwm_core.errors.ParameterError: moment: of 0 queries; need a whole number above 0
+    """
+    if not isinstance(moment, QueryMoment):
+        raise DtypeError(f"moment: got {type(moment).__name__}, need a QueryMoment, which second_moment() makes")
+    mean, queries = moment
+    check_detached(mean, "moment")
+    check_served(mean, "moment")
+    if mean.dtype != torch.float32:
+        raise DtypeError(f"moment: got {mean.dtype}, need torch.float32")
+    if mean.ndim != 4 or mean.shape[2] != mean.shape[3] or mean.numel() == 0:
+        raise ShapeError(f"moment: got {tuple(mean.shape)}, need [B, H, D, D], not empty")
+    if not is_whole(queries) or queries < 1:
+        raise ParameterError(f"moment: of {queries!r} queries; need a whole number above 0")
+    if not mean.is_cuda:
+        core.check_moment(to_numpy(mean, "moment"), "moment")
 
 
 def shared_by(heads: int, own: int) -> int:

@@ -13,7 +13,7 @@ from quantwm_core.method import Scheme
 from quantwm_core.stream import Span
 from quantwm_kernels.chunk import SealedChunk
 from quantwm_models.contents import Contents, Sealing
-from quantwm_models.geometry import Geometry, chunks_of, exact_chunk
+from quantwm_models.geometry import Geometry, chunk_sizes, chunks_of, exact_chunk
 from quantwm_models.learning import Learning
 
 
@@ -52,13 +52,17 @@ class History:
 
     def grow(self, keys: Tensor, values: Tensor, queries: Tensor | None, tokens: Sequence[int]) -> None:
         """Seal chunks of so many ``tokens``; see :meth:`quantwm_models.LayerCache.rebuild`."""
-        parts = [chunks_of(name, each, tokens) for name, each in (("keys", keys), ("values", values))]
-        asked = [None] * len(tokens) if queries is None else chunks_of("queries", queries, tokens)
+        sizes = chunk_sizes(tokens)
+        parts = [chunks_of(name, each, sizes) for name, each in (("keys", keys), ("values", values))]
+        asked = [None] * len(sizes) if queries is None else chunks_of("queries", queries, sizes)
         for chunk in zip(*parts, asked, strict=True):
             self._add(*chunk)
 
     def _add(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        exact_keys, exact_values, self.geometry = exact_chunk(keys, values, self.geometry, copy=False)
+        exact_keys, exact_values, geometry = exact_chunk(keys, values, self.geometry, copy=False)
+        if self.geometry is None:
+            self._learning.check_foreseen(self.contents, geometry)
+        self.geometry = geometry
         grown = self.contents.append(exact_keys, exact_values)
         gone = self.contents.gone(grown)
         if queries is not None:

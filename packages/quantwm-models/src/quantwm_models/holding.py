@@ -35,8 +35,8 @@ class Holding(ABC):
     scheme: Scheme
     layer: int
     observers: list[CacheObserver]
-    workspace: Workspace
-    offload: Offload | None
+    _workspace: Workspace
+    _offload: Offload | None
     _settings: Stream
     _learning: Learning
 
@@ -56,6 +56,16 @@ class Holding(ABC):
     @abstractmethod
     def _tell(self, sealings: Sequence[Sealing], gone: Sequence[Span]) -> None:
         """Tell the observers what was sealed and what is not live any more."""
+
+    @property
+    def workspace(self) -> Workspace:
+        """Memory for reads, for as long as the cache lives."""
+        return self._workspace
+
+    @property
+    def offload(self) -> Offload | None:
+        """Host memory that sealed units are in, which :meth:`store_in` changes; None where they are read from where they are."""
+        return self._offload
 
     @property
     def ranks(self) -> int:
@@ -142,7 +152,7 @@ class Holding(ABC):
             if self._geometry is not None:
                 contents = self._moved(contents, offload, self._geometry.device)
             self._expect(contents, offload, self._geometry)
-            self.offload, self._contents = offload, contents
+            self._offload, self._contents = offload, contents
             self._reads.forget()
             if before is not None:
                 before.forget(self)

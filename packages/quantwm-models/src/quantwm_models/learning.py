@@ -11,7 +11,7 @@ from quantwm_core.method import Scheme
 from quantwm_core.rotary import Turning
 from quantwm_kernels.statistics import QueryMoment, merge, second_moment
 from quantwm_models.contents import Contents, KeyFrame
-from quantwm_models.geometry import Geometry, check_queries
+from quantwm_models.geometry import Geometry, check_moment, check_queries
 from quantwm_models.rotary import coming_moment, still_moment
 
 
@@ -70,6 +70,7 @@ class Learning:
 
     def told(self, contents: Contents, moment: QueryMoment, known: Geometry | None) -> Contents:
         """The same of a moment; see :meth:`quantwm_models.LayerCache.observe_moment`."""
+        check_moment(moment)
         shape, framed = tuple(moment.mean.shape), self.key_frame is not None
         if known is not None:
             batch, heads, channels, _, _ = known
@@ -78,6 +79,21 @@ class Learning:
         if self.turning is not None:
             raise StateError("a moment of queries has no positions to be turned from; set frames_ahead=0")
         return _counted(contents, moment) if self._learns else contents
+
+    def check_foreseen(self, contents: Contents, known: Geometry) -> None:
+        """Refuse a first chunk that does not fit the queries that came before it.
+
+        Raises:
+            ShapeError: No unit could be sealed with their moment.
+        """
+        framed = self.key_frame is not None
+        for moment in contents.queries.moments:
+            batch, heads, _, channels = moment.mean.shape
+            if (batch, heads) != known[:2] or not (framed or channels == known.key_channels):
+                raise ShapeError(
+                    f"keys of [batch, heads, channels] {list(known[:3])} after queries of {[batch, heads, channels]}, which came "
+                    "before them; clear() forgets those, and so does restart()"
+                )
 
     def _moment(self, queries: Tensor, heads: int, end: int, before: QueryMoment | None) -> QueryMoment:
         """Moment of queries of the tokens up to absolute ``end``, and of those before, as it is kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,9 @@ import torch
 
 from quantwm_models.errors import CacheMemoryError
 from quantwm_models.report import CacheReport
+
+_OF_A_CPU = re.compile("DefaultCPUAllocator: (can't allocate|not enough) memory")
+"""What is a plain RuntimeError: the first on POSIX, the second on Windows."""
 
 
 def free_nbytes(device: torch.device) -> int | None:
@@ -48,7 +52,7 @@ def advice(report: CacheReport, token_nbytes: int, free: int | None, *, offloade
 
 @contextmanager
 def explained(advise: Callable[[], str]) -> Iterator[None]:
-    """Turn PyTorch's error into one that says what would fit.
+    """Turn PyTorch's error, a GPU's or a CPU's, into one that says what would fit.
 
     Raises:
         CacheMemoryError: Memory ran out inside; it is an ``OutOfMemoryError``, too, for hosts that catch that.
@@ -57,7 +61,9 @@ def explained(advise: Callable[[], str]) -> Iterator[None]:
         yield
     except CacheMemoryError:
         raise
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and not _OF_A_CPU.search(str(error)):
+            raise
         raise CacheMemoryError(f"out of memory, and the cache is as it was: {advise()}") from error
 
 

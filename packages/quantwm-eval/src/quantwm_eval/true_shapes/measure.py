@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quantwm_core.errors import StateError
+from quantwm_core.errors import ParameterError, ShapeError, StateError
 from quantwm_eval.experiment import MethodChoice
 from quantwm_eval.true_shapes.memory import DeviceMemory
 from quantwm_eval.true_shapes.plan import Plan
@@ -23,6 +23,8 @@ from quantwm_models.adapters.hy_world import HyWorld
 
 HOST, AGAIN = "host", "host again"
 """What the untouched host is called, first and last: its own BF16 cache, with which all others are compared."""
+
+NOT_FOR_IT = "not for this shape"
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Measured:
         unit_nbytes: BF16 bytes of the largest unit that a layer sealed.
         recorded_nbytes: What :func:`quantwm_kernels.sealing.recorded_nbytes` says after the last chunk.
         does_not_fit: What was said where memory ran out; then the other figures are of the chunks before, and no result.
+        refused: What was said where the method cannot store keys and values of that shape; then there is no result, either.
     """
 
     method: str
@@ -63,6 +66,7 @@ class Measured:
     unit_nbytes: int = 0
     recorded_nbytes: int = 0
     does_not_fit: str = ""
+    refused: str = ""
 
 
 def run(plan: Plan, methods: Sequence[MethodChoice], tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -70,7 +74,8 @@ def run(plan: Plan, methods: Sequence[MethodChoice], tell: Callable[[str], None]
 
     A stack of one layer makes the same videos first: kernels are compiled then, and what a pass takes beside weights and
     cache is read off it. Then the whole stack makes one with a single step a chunk, so that memory was allocated before.
-    A cache that does not fit into the device's memory has a line that says so, and those after it are measured.
+    A cache that does not fit into the device's memory has a line that says so, as has a method that is none for this shape, and
+    those after it are measured.
 
     Raises:
         ParameterError, UnknownNameError: The plan asks for what there is not.
@@ -94,7 +99,9 @@ def run(plan: Plan, methods: Sequence[MethodChoice], tell: Callable[[str], None]
         measured = _tried(plan, stack, name, scheme)
         yield _line(plan, stack, measured, beside)
         seconds = sum(chunk_seconds(each, plan.shape.steps) for each in measured.chunks)
-        tell(f"{name}: does not fit: {measured.does_not_fit}" if measured.does_not_fit else f"{name}: {seconds:.2f} s")
+        missing = {"does not fit": measured.does_not_fit, NOT_FOR_IT: measured.refused}
+        said = [f"{what}: {why}" for what, why in missing.items() if why]
+        tell(f"{name}: {said[0] if said else f'{seconds:.2f} s'}")
 
 
 def _built(plan: Plan, layers: int | None = None) -> Stack:
@@ -106,12 +113,17 @@ def _built(plan: Plan, layers: int | None = None) -> Stack:
 
 
 def _tried(plan: Plan, stack: Stack, name: str, scheme: Any) -> Measured:
-    """Make a video with one kind of cache, or find out that it does not fit."""
+    """Make a video with one kind of cache, or find out that it does not fit, or is none for the stack's shape."""
     measured = Measured(name)
     try:
         _measure(measured, plan, stack, scheme)
     except torch.OutOfMemoryError as error:
         measured.does_not_fit = _said(error)
+        stack.forget()
+    except (ParameterError, ShapeError) as error:
+        if scheme is None:
+            raise
+        measured.refused = str(error)
         stack.forget()
     if measured.does_not_fit:  # the traceback, which held tensors, is gone by now
         gc.collect()

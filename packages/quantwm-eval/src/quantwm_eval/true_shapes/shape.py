@@ -166,9 +166,12 @@ def names() -> tuple[str, ...]:
 def tiny(shape: Shape) -> Shape:
     """The same stack in small, for a machine without a GPU: schedule, window and protocol stay.
 
+    Heads have 64 channels, those of both encodings together where there are two: a group of every preset.
+
     >>> tiny(Shape.load("hy_world")).width
-    32
+    64
     """
-    small = {"layers": 2, "heads": 2, "channels": 16, "feed_forward": 32, "context": 4, "steps": min(shape.steps, 4)}
+    heads = {"heads": 2, "channels": 64 // shape.kinds}
+    small = heads | {"layers": 2, "feed_forward": 32, "context": 4, "steps": min(shape.steps, 4)}
     kept = {each.name: getattr(shape, each.name) for each in fields(shape)}
     return Shape(**kept | small | {"tokens": dict.fromkeys(shape.tokens, 16)})

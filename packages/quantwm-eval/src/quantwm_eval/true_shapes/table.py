@@ -10,7 +10,7 @@ from typing import Any
 from quantwm_core.errors import FormatError
 from quantwm_eval.markdown import listed
 from quantwm_eval.text_table import grid
-from quantwm_eval.true_shapes.measure import AGAIN, HOST
+from quantwm_eval.true_shapes.measure import AGAIN, HOST, NOT_FOR_IT
 from quantwm_eval.true_shapes.shape import Shape
 from quantwm_eval.true_shapes.timing import chunk_seconds
 
@@ -45,8 +45,10 @@ def key(line: Line) -> tuple[Any, ...]:
 
 
 def fits(line: Line) -> bool:
-    """Whether a video was made, or memory ran out."""
-    return not line.get("does_not_fit")  # lines of before the first that did not lack the entry
+    """Whether a video was made; otherwise memory ran out, or the method is none for the shape."""
+    return not line.get("does_not_fit") and not line.get(
+        "refused"
+    )  # lines of before the first that did not lack the entry
 
 
 def at_rest(line: Line) -> float:
@@ -107,8 +109,11 @@ def _one(lines: Sequence[Line]) -> str:
 def _rows(lines: Iterable[Line]) -> list[tuple[str, ...]]:
     every = list(lines)
     hosts = [line for line in every if line["method"] in (HOST, AGAIN) and fits(line)]
-    without = ("does not fit", *["-"] * (len(HEAD) - 2))
-    return [_row(line, hosts) if fits(line) else (line["method"], *without) for line in every]
+    return [_row(line, hosts) if fits(line) else _without(line) for line in every]
+
+
+def _without(line: Line) -> tuple[str, ...]:
+    return line["method"], NOT_FOR_IT if line.get("refused") else "does not fit", *["-"] * (len(HEAD) - 2)
 
 
 def size(nbytes: float, digits: int) -> str:
@@ -135,12 +140,13 @@ def slowdown(line: Line, hosts: Sequence[Line]) -> float:
 
 def _row(line: Line, hosts: Sequence[Line]) -> tuple[str, ...]:
     each, (seal, decode) = seconds(line), shares(line)
-    ratio = at_rest(hosts[0]) / at_rest(line) if hosts else None
+    rest, whole = at_rest(line), at_rest(hosts[0]) if hosts else 0
+    ratio = whole / rest if rest and whole else None  # a video of one chunk may leave no history
     slower = slowdown(line, hosts) if hosts else None
     measured, ours = line["peak_nbytes"] > 0, line not in hosts
     return (
         line["method"],
-        size(at_rest(line), digits=3),
+        size(rest, digits=3),
         "-" if ratio is None else f"{ratio:.2f}x",
         size(line["peak_nbytes"], digits=2) if measured else "-",
         f"{line['peak_nbytes'] / line['model_nbytes']:.3f}" if measured and ours else "-",

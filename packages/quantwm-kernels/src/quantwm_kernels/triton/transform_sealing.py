@@ -17,7 +17,6 @@ from torch import Tensor
 
 from quantwm_core import allocation, basis
 from quantwm_core.allocation import BLOCK
-from quantwm_core.errors import ShapeError
 from quantwm_core.transform import Allocate
 from quantwm_kernels.triton import directions
 
@@ -120,8 +119,7 @@ def seal(
         lifetime: Units that are expected to share a new basis; 0 makes none beside ``kept``.
     """
     batch, heads, _, channels = values.shape
-    if channels % BLOCK:
-        raise ShapeError(f"head dimension {channels}: a transform code needs a multiple of {BLOCK}")
+    allocation.check_channels(channels)
     sources = sources_of(values, metrics, damp)
     stored, plans = _in_basis(sources, allocate, kept, lifetime * values.numel(), (batch, heads))
     return encode(sources, plans, (batch, heads)) | stored.arrays

@@ -67,9 +67,12 @@ class HyWorld:
         try:
             module = module_of(blocks[0].attn1.processor if wan else blocks[0])
         except (AttributeError, IndexError) as error:
+            lacking = (
+                "there is no .transformer" if transformer is None else f"its {type(transformer).__qualname__} has none"
+            )
             raise HostError(
                 f"{type(pipeline).__qualname__}: need .transformer with .blocks of .attn1.processor or with "
-                f".double_blocks: {error}"
+                f".double_blocks: {error if blocks else lacking}"
             ) from error
         name = "sageattn" if wan else _VISION
         transforms = (_PROJECT,) if wan else (_PROJECT, _ROTATE)
