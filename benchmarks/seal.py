@@ -24,7 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from triton.runtime.errors import OutOfResources
+
+try:
+    from triton.runtime.errors import OutOfResources
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    raise SystemExit("benchmarks.seal: the package triton is not installed; quantwm-kernels[gpu] brings it") from error
 
 from benchmarks import peer
 from benchmarks.decode import COPY_NBYTES, SHAPES, Copier, environment
@@ -352,6 +358,8 @@ def main() -> None:
     parser.add_argument("--kernel", choices=CHOICES, action="append", help="sweep these kernels only")
     parser.add_argument("--no-parity", action="store_true", help="after a run that held parity")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
     device = torch.device("cuda", torch.cuda.current_device())
     known = environment() | {"benchmark": "seal"}
     copier = Copier(device)

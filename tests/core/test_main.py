@@ -82,6 +82,10 @@ def test_nothing_is_written_over_unless_told_to(dump: Path) -> None:
         (("compress", "run.v1.safetensors", "--chunk", 0), "chunk of 0 tokens: need at least 1"),
         (("compress", "run.v1.safetensors", "--chunk", 4, "--method", "qgv"), "did you mean 'qvg'?"),
         (("compress", "run.v1.safetensors", "--chunk", 4, "--set", "rang=4"), "no parameter 'rang'"),
+        (
+            ("compress", "run.v1.safetensors", "--chunk", 4, "--out", "no/x"),
+            "no/x: the folder no is not there; make it first",
+        ),
         (("inspect", "run.v1.safetensors"), "not a quantwm file"),
         (("restore", "absent.safetensors"), "absent.safetensors"),
         (("compress", "run.v1.safetensors"), "--chunk"),

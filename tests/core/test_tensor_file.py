@@ -42,6 +42,16 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
             call(tmp_path)
 
 
+def test_a_file_in_no_folder_is_refused_by_the_name_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"before")
+    for folder in ("absent", "file"):
+        with pytest.raises(FileNotFoundError, match="its folder is not there; make it first") as caught:
+            replaced(tmp_path / folder / "x").__enter__()
+        assert caught.value.filename == str(tmp_path / folder)
+        assert "partial" not in str(caught.value)
+    assert (tmp_path / "file").read_bytes() == b"before"
+
+
 def _failing(*_: object) -> None:
     raise OSError("no space left")
 

@@ -13,6 +13,7 @@ from quantwm_core.errors import DtypeError, ParameterError
 from quantwm_core.method import Scheme
 from quantwm_models import LayerCache, snapshot
 from quantwm_models.store import pair
+from tests.models.chunks import chunk
 from tests.models.worlds import go_on, layers, value, world
 
 
@@ -22,7 +23,8 @@ def saved(tmp_path: Path) -> Path:
     return world(tmp_path / "world")
 
 
-NAMED = LayerCache(layer="last")  # type: ignore[arg-type]  # on purpose
+NAMED = LayerCache()
+NAMED.layer = "last"  # type: ignore[assignment]  # on purpose
 ONE = LayerCache()
 NONE: tuple[Any, ...] = (None, 3, "x", [], {}, LayerCache)
 NO_CACHES: list[tuple[Any, str]] = [
@@ -43,6 +45,27 @@ def test_what_are_no_caches_is_refused_and_the_file_stays(caches: Any, message: 
         with pytest.raises(ParameterError, match=message):
             call(caches, saved)
     assert saved.read_bytes() == before
+
+
+@pytest.mark.parametrize("layer", ["a", None, [1], 1.5, True, 10**40, -(2**63) - 1])
+def test_a_layer_that_no_file_holds_is_refused_before_it_is_made(layer: Any) -> None:
+    with pytest.raises(ParameterError, match=r"layer .*: need a whole number of at most 64 bits"):
+        LayerCache(layer=layer)
+
+
+@pytest.mark.parametrize("layer", [-(2**63), 2**63 - 1, np.int64(3)])
+def test_any_other_layer_is_saved(layer: int, tmp_path: Path) -> None:
+    cache, other = LayerCache("bf16", layer=layer), LayerCache("bf16", layer=layer)
+    cache.append(*chunk(0))
+    snapshot.save(cache, tmp_path / "world")
+    snapshot.load(other, tmp_path / "world")
+    assert other.tokens == cache.tokens
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"absent/world: its folder is not there; make it first"):
+        snapshot.save(ONE, tmp_path / "absent" / "world")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("path", [None, 3, 1.5, b"x", [], "a\0b"])

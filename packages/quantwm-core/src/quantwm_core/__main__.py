@@ -81,7 +81,9 @@ def _restore(options: argparse.Namespace) -> None:
 
 
 def _check_free(out: Path, options: argparse.Namespace) -> None:
-    """Refuse to write over the file that is read, over what is no regular file, or over another one unless told to."""
+    """Refuse to write over the file that is read, over what is no regular file, over another one unless told to, or nowhere."""
+    if options.out is not None and not out.parent.is_dir():
+        raise ParameterError(f"{out}: the folder {out.parent} is not there; make it first, or name another with --out")
     if out.exists() and options.file.exists() and out.samefile(options.file):
         raise ParameterError(f"{out}: that is the input itself; name another file with --out")
     if not os.path.lexists(out):

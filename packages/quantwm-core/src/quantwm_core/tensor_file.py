@@ -5,6 +5,7 @@ Whoever writes goes through the arrays one after the other, so that no second co
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import uuid
@@ -117,11 +118,13 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
     Raises:
         FormatError: ``path`` is a folder.
-        OSError: The folder cannot be written.
+        OSError: The folder is not there, or cannot be written.
     """
     target = Path(path)
     if target.is_dir():
         raise FormatError(f"{path}: is a folder; name a file in it")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"{path}: its folder is not there; make it first", str(target.parent))
     partial = target.parent / f".{target.name}.{uuid.uuid4().hex}.partial"
     try:
         with partial.open("xb") as file:

@@ -20,7 +20,7 @@ from quantwm_models.attending import attend_decoded, attend_sealed, pays
 from quantwm_models.contents import KeyFrame, Part, Sealing, located
 from quantwm_models.geometry import Geometry, check_queries, exact_chunk
 from quantwm_models.history import History
-from quantwm_models.holding import Holding, check_shared
+from quantwm_models.holding import Holding, check_layer, check_shared
 from quantwm_models.learning import Learning
 from quantwm_models.memory import advice, free_nbytes
 from quantwm_models.observer import CacheObserver, checked_observers
@@ -38,7 +38,7 @@ class LayerCache(Holding):
 
     Args:
         scheme: Method name, or a :class:`quantwm_core.method.Scheme`.
-        layer: Number for messages and observers.
+        layer: Number for messages, observers and files.
         sink: First tokens that the window never evicts; sealed units are cut there.
         window: Live tokens at most, sink and active chunk included; None keeps all.
         workspace: Memory for reads; pass one to all layers, or each gets its own.
@@ -89,6 +89,7 @@ class LayerCache(Holding):
             raise ParameterError(
                 f"parameters {sorted(parameters)} beside a ready scheme; give them to scheme() instead"
             )
+        check_layer(layer)
         check_shared("workspace", workspace, Workspace)
         check_shared("offload", offload, Offload)
         self.scheme = scheme if isinstance(scheme, Scheme) else make_scheme(scheme, **parameters)

@@ -11,7 +11,7 @@ import torch
 
 from quantwm_core.errors import ParameterError, StateError
 from quantwm_core.method import Scheme
-from quantwm_core.stream import Span, Stream
+from quantwm_core.stream import Span, Stream, is_whole
 from quantwm_kernels.chunk import SealedChunk
 from quantwm_models.causality import CausalQueries
 from quantwm_models.confirmation import Confirmation
@@ -245,6 +245,12 @@ def _weakly(advise: Callable[[], str]) -> Callable[[], str]:
         return "" if alive is None else alive()
 
     return advised
+
+
+def check_layer(layer: int) -> None:
+    """Refuse the number of a layer that files could not hold, which take whole ones of 64 bits."""
+    if not is_whole(layer) or not -(2**63) <= layer < 2**63:
+        raise ParameterError(f"layer {layer!r}: need a whole number of at most 64 bits")
 
 
 def check_shared(name: str, value: object, kind: type) -> None:

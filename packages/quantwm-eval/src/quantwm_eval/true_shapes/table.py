@@ -46,9 +46,7 @@ def key(line: Line) -> tuple[Any, ...]:
 
 def fits(line: Line) -> bool:
     """Whether a video was made; otherwise memory ran out, or the method is none for the shape."""
-    return not line.get("does_not_fit") and not line.get(
-        "refused"
-    )  # lines of before the first that did not lack the entry
+    return not any(line.get(name) for name in ("does_not_fit", "refused"))  # older lines lack the entries
 
 
 def at_rest(line: Line) -> float:
