@@ -8,7 +8,6 @@ Set ``PIP_EXTRA_INDEX_URL`` to an index that serves CPU builds to get one of tho
 import os
 import shutil
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -183,8 +182,7 @@ def build_and_check(session: nox.Session, package: str) -> Path:
 
     unpacked = Path(session.create_tmp()).resolve() / "sdist"
     shutil.rmtree(unpacked, ignore_errors=True)
-    with tarfile.open(sdist) as archive:
-        archive.extractall(unpacked, filter="data")
+    shutil.unpack_archive(sdist, unpacked)
     (top,) = unpacked.iterdir()
     allowed = {"src", "README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
     if strangers := {path.name for path in top.iterdir()} ^ allowed:
