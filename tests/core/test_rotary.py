@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from quantwm_core import archive, methods, rotary, second_moment
 from quantwm_core.archive import Dump
-from quantwm_core.errors import ParameterError, ShapeError
+from quantwm_core.errors import DomainError, ParameterError, ShapeError
 from quantwm_core.method import MOST_FRAMES_AHEAD, scheme
 from quantwm_core.rotary import Turning, coming_moment, still_moment, turned_moment
-from quantwm_core.statistics import QueryMoment
+from quantwm_core.statistics import QueryMoment, check_moment
 
 CHANNELS, FRAME = 16, 8
 TURNING = Turning(FRAME, (1.0, 0.6, 0.3, 0.1, 0.0, 0.0, 0.0, 0.0))
@@ -187,3 +187,17 @@ def test_without_looking_ahead_a_turning_changes_nothing() -> None:
     for one, two in zip(plain, given_one, strict=True):
         assert all(np.array_equal(array, two.keys.arrays[name]) for name, array in one.keys.arrays.items())
     assert rotary.still_moment(asked(0, 1), 2, 0, TURNING).count == FRAME
+
+
+def test_what_cancels_when_a_moment_is_turned_is_no_bad_moment() -> None:
+    query = np.random.default_rng(0).standard_normal((50, 2)).astype(np.float32)
+    mean = (query[:, :, None] * query[:, None, :])[:, None]
+    turned = [
+        turned_moment(mean[number : number + 1], np.arctan2([[x]], [[y]]).astype(np.float64))
+        for number, (x, y) in enumerate(query)
+    ]
+    assert min(np.diagonal(each, axis1=-2, axis2=-1).min() for each in turned) < 0
+    for each in turned:
+        check_moment(each)
+        with pytest.raises(DomainError, match="on the diagonal"):
+            check_moment(each - np.float32(1e-3) * np.trace(each[0, 0]) * np.eye(2, dtype=np.float32))

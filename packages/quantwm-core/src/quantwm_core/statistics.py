@@ -15,6 +15,9 @@ from jaxtyping import BFloat16, Float, Float32
 from quantwm_core.domain import BF16, binary_exponent, to_bf16
 from quantwm_core.errors import DomainError, ParameterError, ShapeError
 
+ROUNDING = 1e-5
+"""Share of the largest mean of squares that another may be below 0 by."""
+
 
 @dataclass(frozen=True)
 class QueryMoment:
@@ -130,13 +133,18 @@ def check_decay(decay: object) -> None:
 def check_moment(mean: Float32[np.ndarray, "*streams channels channels"], name: str = "query moment") -> None:
     """Raise :class:`DomainError` unless every number is finite and none on the diagonal, a mean of squares, is negative.
 
+    Turning a moment (:mod:`quantwm_core.rotary`) rounds what cancels to a little below 0, which is let pass.
+
     >>> check_moment(np.float32([[[1.0, -2.0], [-2.0, 4.0]]]))
     """
     if not np.isfinite(mean).all():
         raise DomainError(f"{name}: NaN or infinite numbers; make it of queries that are finite")
-    lowest = np.diagonal(mean, axis1=-2, axis2=-1).min(initial=0)
-    if lowest < 0:
-        raise DomainError(f"{name}: {lowest} on the diagonal, where means of squares stand; need 0 or more")
+    diagonal = np.diagonal(mean, axis1=-2, axis2=-1)
+    below = diagonal < -ROUNDING * diagonal.max(axis=-1, keepdims=True, initial=0)
+    if below.any():
+        raise DomainError(
+            f"{name}: {diagonal[below].min()} on the diagonal, where means of squares stand; need 0 or more"
+        )
 
 
 def sensitivity(mean: Float32[np.ndarray, "*streams channels channels"]) -> Float32[np.ndarray, "*streams channels"]:
