@@ -40,6 +40,9 @@ WITHOUT_NAMESAKE = {
     "triton.baselines": "methods of core, in torch operations",
     "triton.frame": "the kernels of codebook",
     "triton.grid": "what the kernels of affine share",
+    "triton.groups": "what the kernels of affine and symmetric share",
+    "triton.projection": "the kernels' part of psac that affine does",
+    "triton.residual": "what the kernels of affine and symmetric share",
     "triton.principal": "the kernel of statistics",
     "triton.layer": "keys and values as one batch",
     "triton.sealing": "all of a layer in shared launches",
@@ -67,7 +70,7 @@ WITHOUT_NAMESAKE = {
 
 # Launchers that take all streams of a layer at once, and what passes between them.
 OF_LAYERS = {
-    "affine": "Codes Projection Residual as_e4m3 encode_layer group_sizes largest_ranges",
+    "affine": "Codes encode_layer largest_ranges",
     "codebook": "Frame add_members assign begin framed magnitudes_of prepare rank refine",
     "directions": "packed shifts_of",
     "psac": "laid_out projection_of quantize sparse_streams",

@@ -59,8 +59,9 @@ from quantwm_kernels.triton import (
     symmetric,
     transform_sealing,
 )
-from quantwm_kernels.triton.affine import Projection, Residual
 from quantwm_kernels.triton.layer import Layer, Pair
+from quantwm_kernels.triton.projection import Projection
+from quantwm_kernels.triton.residual import Residual, subtracted
 
 Arrays = dict[str, Tensor]
 STATUS = "status"
@@ -385,22 +386,13 @@ def _qvg(jobs: Sequence[Asked], status: Tensor) -> list[Arrays]:
         named |= {f"index{suffix}": index, f"centroids{suffix}": frame.stored}
         residual = Residual(index, frame.stored)
         if stage + 1 < method.stages:
-            layer = _subtracted(layer, residual)
+            layer = subtracted(layer, residual)
     code: Mapping[str, tuple[Tensor, Tensor]]
     if method.quantizer == "affine":
         code = affine.encode_layer(layer, group, largest, residual)._asdict()
     else:
         code = symmetric.encode_layer(layer, group, residual)._asdict()
     return _by_tensor((batch, heads), {**code, **named}, len(jobs))
-
-
-def _subtracted(layer: Layer, residual: Residual) -> Layer:
-    """What a stage of centroids leaves, FP32."""
-    parts = []
-    for tensor, index, stored in zip((layer.first, layer.second), residual.index, residual.stored, strict=True):
-        rows = index.long()[..., None].expand(-1, -1, layer.channels)
-        parts.append(tensor.float() - stored.float().gather(1, rows).view(tensor.shape))
-    return Layer.of(*parts[: layer.tensors])
 
 
 def _rtn(jobs: Sequence[Asked], layer: Layer) -> list[Arrays]:
