@@ -43,6 +43,7 @@ WITHOUT_NAMESAKE = {
     "triton.groups": "what the kernels of affine and symmetric share",
     "triton.projection": "the kernels' part of psac that affine does",
     "triton.residual": "what the kernels of affine and symmetric share",
+    "triton.online_softmax": "the loops of a program of attention",
     "triton.principal": "the kernel of statistics",
     "triton.layer": "keys and values as one batch",
     "triton.sealing": "all of a layer in shared launches",
