@@ -18,8 +18,8 @@ from quantwm_core.errors import ShapeError
 from quantwm_core.methods.oscar import SHARES, hadamard
 from quantwm_kernels.affine import AffineCode
 from quantwm_kernels.triton import packing, scales
+from quantwm_kernels.triton.layer import Arrays
 from quantwm_kernels.triton.transform_sealing import (
-    Arrays,
     Rows,
     Stored,
     fit,

@@ -19,8 +19,8 @@ from quantwm_core import allocation, basis
 from quantwm_core.allocation import BLOCK
 from quantwm_core.transform import Allocate
 from quantwm_kernels.triton import directions
+from quantwm_kernels.triton.layer import Arrays
 
-Arrays = dict[str, Tensor]
 MOST_WIDE = 1 << 25
 """FP64 elements of residuals that are in memory at once: 256 MiB."""
 
