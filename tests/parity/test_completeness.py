@@ -31,6 +31,8 @@ WITHOUT_NAMESAKE = {
     "dense_attention": "attention, in torch",
     "packed_attention": "attention, over many units in one launch",
     "reading": "many units in one launch",
+    "reading_batches": "many units in one launch",
+    "reading_launches": "NumPy launches nothing",
     "recipe": "what a kernel must know of a sealed tensor",
     "description": "what a kernel must know of a sealed tensor",
     "sealing": "NumPy seals at once",
