@@ -17,7 +17,8 @@ from quantwm_core.rotary import Turning
 from quantwm_core.stream import Span, Stream
 from quantwm_kernels.statistics import QueryMoment
 from quantwm_models.attending import attend_decoded, attend_sealed, pays
-from quantwm_models.contents import KeyFrame, Part, Sealing, located
+from quantwm_models.contents import Part
+from quantwm_models.errors import located
 from quantwm_models.geometry import Geometry, check_queries, exact_chunk
 from quantwm_models.history import History
 from quantwm_models.holding import Holding, check_layer, check_shared
@@ -25,6 +26,7 @@ from quantwm_models.learning import Learning
 from quantwm_models.memory import advice, free_nbytes
 from quantwm_models.observer import CacheObserver, checked_observers
 from quantwm_models.offload import Offload, Staged
+from quantwm_models.settling import KeyFrame, Sealing
 from quantwm_models.workspace import Workspace
 
 AttentionPath = Literal["auto", "packed", "rotated", "decoded"]
