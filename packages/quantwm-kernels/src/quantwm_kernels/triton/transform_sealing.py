@@ -1,6 +1,6 @@
 """Sealing with a transform code on a GPU: all streams of a tensor together, in torch operations on FP64 up to the coefficients.
 
-Formulas stand in :mod:`quantwm_core.transform` and :mod:`quantwm_core.basis`. How many directions a stream has differs, so
+Formulas stand in :mod:`quantwm_core.transform_plan` and :mod:`quantwm_core.basis`. How many directions a stream has differs, so
 rows are padded with zeros to the most. How many bits they get is decided on the host, which therefore waits: this runs
 when the unit is waited for, not when it is begun.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantwm_core import allocation, basis
 from quantwm_core.allocation import BLOCK
-from quantwm_core.transform import Allocate
+from quantwm_core.transform_plan import Allocate
 from quantwm_kernels.triton import directions
 from quantwm_kernels.triton.layer import Arrays
 
@@ -27,7 +27,7 @@ MOST_WIDE = 1 << 25
 
 @dataclass(frozen=True)
 class Sources:
-    """Streams that are to be coded; see :class:`quantwm_core.transform.Source`.
+    """Streams that are to be coded; see :class:`quantwm_core.transform_plan.Source`.
 
     Attributes:
         values: BF16 ``[S, N, D]``.
@@ -85,7 +85,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Plans:
-    """How streams are coded in a basis; see :class:`quantwm_core.transform.Plan`.
+    """How streams are coded in a basis; see :class:`quantwm_core.transform_plan.Plan`.
 
     Attributes:
         order: int64 ``[S, K]``, padded.
