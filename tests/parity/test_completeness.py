@@ -76,6 +76,7 @@ WITHOUT_NAMESAKE = {
 # Launchers that take all streams of a layer at once, and what passes between them.
 OF_LAYERS = {
     "affine": "Codes encode_layer largest_ranges",
+    "basis": "Rows Stored flattened kept_rows",
     "codebook": "Frame add_members assign begin framed magnitudes_of prepare rank refine",
     "directions": "packed shifts_of",
     "psac": "laid_out projection_of quantize sparse_streams",

@@ -469,7 +469,7 @@ def test_nothing_is_waited_for_while_a_chunk_is_begun(gpu: torch.device) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "late"),
-    [("klt", "transform_sealing._flat"), ("oscar", "baselines.packing.pack")],
+    [("klt", "transform_sealing.flattened"), ("oscar", "baselines.packing.pack")],
 )
 def test_a_unit_is_finished_on_the_stream_on_which_it_was_begun(
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch, name: str, late: str
