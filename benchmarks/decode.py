@@ -34,7 +34,8 @@ from quantwm_kernels.bridge import to_torch
 from quantwm_kernels.chunk import SealedChunk, SealedTensor
 from quantwm_kernels.description import describe
 from quantwm_kernels.launch import Launch
-from quantwm_kernels.reading import Piece, ReadPlan, launch_of
+from quantwm_kernels.reading import Piece, ReadPlan
+from quantwm_kernels.reading_batches import launch_of
 from quantwm_kernels.recipe import Recipe
 
 # Tokens, heads, head dimension of one layer's sealed unit.

@@ -45,6 +45,8 @@ from quantwm_kernels.launch import Launch
 from quantwm_kernels.sealing import Asked
 from quantwm_kernels.triton import affine, codebook, psac, qsac, sealing, statistics
 from quantwm_kernels.triton.layer import Layer
+from quantwm_kernels.triton.projection import Projection
+from quantwm_kernels.triton.residual import Residual
 
 CENTROIDS, GROUP, RANK, CANDIDATES = 256, 64, 8, 4
 LAYERS = 10
@@ -280,9 +282,9 @@ def parts_of(subject: Subject) -> dict[str, Callable[[], object]]:
     energies = subject.basis[1].flatten(0, 1)
     non_zero = torch.zeros(own, dtype=torch.int32, device=layer.first.device)
 
-    def encode() -> affine.Projection:
-        along = affine.Projection.onto(matrix, layer.tokens)
-        affine.encode_layer(layer, GROUP, largest, affine.Residual(chosen, last.stored), along)
+    def encode() -> Projection:
+        along = Projection.onto(matrix, layer.tokens)
+        affine.encode_layer(layer, GROUP, largest, Residual(chosen, last.stored), along)
         return along
 
     along = encode()

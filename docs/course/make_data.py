@@ -14,7 +14,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from quantwm_core import allocation, archive, attention, basis, scheme, second_moment, transform
+from quantwm_core import allocation, archive, attention, basis, scheme, second_moment, transform_plan
 from quantwm_core.chunk import read_arrays, write_arrays
 from quantwm_eval.demo import episodes, sampler
 from quantwm_eval.demo import model as world_model
@@ -102,7 +102,7 @@ def draw_spectrum() -> None:
     arrays, _ = read_arrays(DATA)
     chunk = np.s_[:, :, 3 * CHUNK : 4 * CHUNK]
     moment = second_moment(arrays["queries"][:, :, : 3 * CHUNK], 1)
-    (source,) = transform.sources(arrays["keys"][chunk], moment.mean.astype(float), damp=0.5)
+    (source,) = transform_plan.sources(arrays["keys"][chunk], moment.mean.astype(float), damp=0.5)
     rows = basis.fit(source.covariance, source.metric)
     sealed = scheme("klt").keys.seal("keys", arrays["keys"][chunk], moment)
     error = (scheme("klt").keys.decode(sealed).astype(float) - arrays["keys"][chunk].astype(float))[0, 0]

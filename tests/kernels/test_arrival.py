@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quantwm_core.method import scheme
-from quantwm_kernels import arrival, reading
+from quantwm_kernels import arrival, reading, reading_batches, reading_launches
 from quantwm_kernels.arrival import Arrival
 from quantwm_kernels.methods import seal_chunk
 from quantwm_kernels.reading import Piece, ReadPlan
@@ -86,7 +86,7 @@ def test_a_plan_makes_tables_for_every_device(monkeypatch: pytest.MonkeyPatch) -
         return ()
 
     monkeypatch.setattr(reading, "batches", batches)
-    monkeypatch.setattr(reading, "run", lambda *_: None)  # which needs Triton
+    monkeypatch.setattr(reading_launches, "run", lambda *_: None)  # which needs Triton
     plan = ReadPlan([Piece(seal_chunk(scheme("bf16"), *torch.ones(2, 1, 1, 4, 8)), 0, 4, 0)])
     with FakeTensorMode():
         for index in (0, 0, 1):
@@ -99,8 +99,8 @@ def test_a_plan_of_no_token_needs_neither_triton_nor_a_table(monkeypatch: pytest
     def unavailable(_: str) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(reading, "check_available", unavailable)
+    monkeypatch.setattr(reading_batches, "check_available", unavailable)
     unit = seal_chunk(scheme("bf16"), *torch.ones(2, 1, 1, 4, 8))
-    part = reading.Part(unit.keys.row, 4, 4, 0)
-    assert reading.batches([], [], torch.device("cuda", 0)) == ()
-    assert reading.batches([part], [part], torch.device("cuda", 0)) == ()
+    part = reading_batches.Part(unit.keys.row, 4, 4, 0)
+    assert reading_batches.batches([], [], torch.device("cuda", 0)) == ()
+    assert reading_batches.batches([part], [part], torch.device("cuda", 0)) == ()

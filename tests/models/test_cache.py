@@ -28,7 +28,7 @@ from quantwm_kernels.bridge import to_numpy
 from quantwm_kernels.chunk import SealedChunk
 from quantwm_kernels.statistics import QueryMoment, second_moment
 from quantwm_models import CacheObserver, LayerCache, Offload, Workspace
-from quantwm_models.cache import AttentionPath
+from quantwm_models.attending import AttentionPath
 from tests.models.chunks import bits, chunk, fill, normal, snapshot
 
 METHODS = methods.names()

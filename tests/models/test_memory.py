@@ -67,7 +67,7 @@ def test_a_unit_that_cannot_be_sealed_stays_as_it_is(monkeypatch: pytest.MonkeyP
     fill(cache, 3)
     before = snapshot(cache)
     with monkeypatch.context() as patch:
-        patch.setattr("quantwm_models.contents.begin_chunk", exhausted)
+        patch.setattr("quantwm_models.settling.begin_chunk", exhausted)
         with pytest.raises(CacheMemoryError) as caught:
             cache.seal()
     assert "offload=True" not in str(caught.value)
@@ -81,7 +81,7 @@ def test_a_host_is_usable_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     host = LongCatVideoPipeline()
     with attach(host, "bf16"):
         with monkeypatch.context() as patch:
-            patch.setattr("quantwm_models.contents.begin_chunk", exhausted)
+            patch.setattr("quantwm_models.settling.begin_chunk", exhausted)
             with pytest.raises(CacheMemoryError, match="layer 0"):
                 host.video(0, 2)
         assert bits(host.video(0, 2)) == expected

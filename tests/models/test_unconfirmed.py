@@ -74,7 +74,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Decree:
             chunk = begin_chunk(*args).wait()
             return Late(chunk, waited, error if chunk.start >= since else None, other)
 
-        monkeypatch.setattr("quantwm_models.contents.begin_chunk", begin)
+        monkeypatch.setattr("quantwm_models.settling.begin_chunk", begin)
         return waited
 
     return decree

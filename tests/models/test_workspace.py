@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantwm_kernels import methods
+from quantwm_kernels import methods, reading
 from quantwm_kernels.reading import ReadPlan
 from quantwm_models import LayerCache, Workspace
 from quantwm_models.report import CacheReport, total
@@ -172,7 +172,7 @@ def test_a_read_that_fails_midway_is_not_taken_for_whole(monkeypatch: pytest.Mon
             raise MemoryError
         original(*args)  # type: ignore[arg-type]  # handed on as it came
 
-    monkeypatch.setattr(methods, "decode_into", broken)
+    monkeypatch.setattr(reading, "decode_into", broken)
     with pytest.raises(MemoryError):
         cache.read()
     assert bits(cache.read()[0]) == expected

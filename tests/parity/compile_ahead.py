@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from quantwm_kernels.launch import LAUNCHES
 from quantwm_kernels.packed_attention import WIDE_CHANNELS
-from quantwm_kernels.reading import launch_of
+from quantwm_kernels.reading_batches import launch_of
 from quantwm_kernels.recipe import FEWEST_DIGITS, Form, Recipe, Steps
 from quantwm_kernels.triton.reading import constants
 

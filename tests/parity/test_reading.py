@@ -16,7 +16,7 @@ from quantwm_core.chunk import KINDS, Kind
 from quantwm_core.chunk import SealedTensor as CoreTensor
 from quantwm_core.errors import DeviceError, DtypeError, FormatError, StateError
 from quantwm_core.method import decode_tensor
-from quantwm_kernels import reading
+from quantwm_kernels import reading_batches, reading_launches
 from quantwm_kernels.bridge import to_torch
 from quantwm_kernels.chunk import SealedTensor
 from quantwm_kernels.launch import Launch
@@ -40,10 +40,10 @@ class Read:
     stop: int
     place: int = 0
 
-    def part(self, device: torch.device, kept: list[SealedTensor]) -> reading.Part:
+    def part(self, device: torch.device, kept: list[SealedTensor]) -> reading_batches.Part:
         """What the launch takes; a part holds addresses only, so the arrays are kept."""
         kept.append(SealedTensor.from_core(self.sealed).to(device))
-        return reading.Part(kept[-1].row, self.start, self.stop, self.place)
+        return reading_batches.Part(kept[-1].row, self.start, self.stop, self.place)
 
 
 def seal(name: str, kind: Kind, unit: np.ndarray, *, queries: int | None = None, **parameters: Any) -> CoreTensor:
@@ -92,8 +92,8 @@ def launch(
     ]
     kept: list[SealedTensor] = []
     parts = [[each.part(device, kept) for each in reads] for reads in (keys, values)]
-    batches = reading.batches(parts[0], parts[1], device, chosen)
-    reading.run(batches, outputs[0], outputs[1])
+    batches = reading_batches.batches(parts[0], parts[1], device, chosen)
+    reading_launches.run(batches, outputs[0], outputs[1])
     check(outputs[0], keys, "keys")
     check(outputs[1], values, "values")
     return len(batches)
@@ -177,7 +177,7 @@ def test_what_was_read_is_read_again_and_elsewhere(device: torch.device) -> None
     reads = [Read(seal("quantwm", kind, unit, queries=3, iterations=1, centroids=8), 0, 40) for kind in KINDS]
     kept: list[SealedTensor] = []
     keys, values = ([each.part(device, kept)] for each in reads)
-    batches = reading.batches(keys, values, device, SMALL)
+    batches = reading_batches.batches(keys, values, device, SMALL)
     first, other = (workspace(reads[0].sealed, 80, device, token_major=True) for _ in range(2))
     head_major = workspace(reads[0].sealed, 80, device, token_major=False)
     places = [
@@ -203,11 +203,11 @@ def test_what_was_read_is_read_again_and_elsewhere(device: torch.device) -> None
     for out, beside in pairs:
         for each in (out, beside):
             each.fill_(0)
-        reading.run(batches, out, beside)
+        reading_launches.run(batches, out, beside)
         check(out, reads[:1], "keys")
         check(beside, reads[1:], "values")
         out.fill_(0)
-        reading.run(batches, out, beside)
+        reading_launches.run(batches, out, beside)
         check(out, reads[:1], "keys, again")
 
 
@@ -272,7 +272,9 @@ def test_memory_that_no_vector_fits(device: torch.device) -> None:
     expected = to_torch(decode_tensor(sealed.to("cpu").to_core()).copy())
     for source, width in ((shifted, 64), (sealed, 65), (sealed, 68)):
         out = poison(1, 2, 40, width, dtype=torch.bfloat16, device=device)[..., width - 64 :]
-        reading.run(reading.batches([reading.Part(source.row, 0, 40, 0)], [], device, SMALL), out, out)
+        reading_launches.run(
+            reading_batches.batches([reading_batches.Part(source.row, 0, 40, 0)], [], device, SMALL), out, out
+        )
         assert_close("decoded", out, expected, TOLERANCES["decoded"])
 
 
@@ -283,21 +285,21 @@ def test_a_workspace_whose_channels_lie_apart(device: torch.device) -> None:
     each = Read(sealed, 2, 19, 3)
     kept: list[SealedTensor] = []
     part = each.part(device, kept)
-    reading.run(reading.batches([part], [part], device, SMALL), out, other)
+    reading_launches.run(reading_batches.batches([part], [part], device, SMALL), out, other)
     check(out, [each])
     check(other, [each])
 
 
 def test_nothing_to_read_is_no_launch(device: torch.device) -> None:
     part = Read(seal("rtn", "keys", strategies.unit(("normal",), 5, 20, 32)), 4, 4).part(device, [])
-    assert reading.batches([part], [part], device) == ()
-    assert reading.batches([], [], device) == ()
+    assert reading_batches.batches([part], [part], device) == ()
+    assert reading_batches.batches([], [], device) == ()
 
 
 def test_arrays_elsewhere_are_refused(device: torch.device) -> None:
     part = Read(seal("rtn", "keys", strategies.unit(("normal",), 5, 20, 32)), 0, 4).part(device, [])
     with pytest.raises(DeviceError, match="meta"):
-        reading.batches([part], [part], torch.device("meta"))
+        reading_batches.batches([part], [part], torch.device("meta"))
 
 
 def test_an_index_beyond_the_codebook_reads_no_foreign_memory(device: torch.device) -> None:
@@ -307,7 +309,7 @@ def test_an_index_beyond_the_codebook_reads_no_foreign_memory(device: torch.devi
     out = workspace(core, 40, device, token_major=False)
     kept: list[SealedTensor] = []
     part = Read(replace(core, arrays=damaged), 0, 40).part(device, kept)
-    reading.run(reading.batches([part], [], device, SMALL), out, out)
+    reading_launches.run(reading_batches.batches([part], [], device, SMALL), out, out)
     assert_equal("decoded", out, to_torch(decode_tensor(last).copy()))
 
 
@@ -425,6 +427,6 @@ def test_a_direction_beyond_the_basis_leads_to_its_last_row(device: torch.device
     )
     out = workspace(exact, 20, device, token_major=False)
     kept: list[SealedTensor] = []
-    batches = reading.batches([Read(damaged, 0, 20).part(device, kept)], [], device, SMALL)
-    reading.run(batches, out, out)
+    batches = reading_batches.batches([Read(damaged, 0, 20).part(device, kept)], [], device, SMALL)
+    reading_launches.run(batches, out, out)
     check(out, [Read(last, 0, 20)])

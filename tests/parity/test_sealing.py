@@ -23,7 +23,7 @@ from quantwm_core import (
     psac,
     rounding,
     symmetric,
-    transform,
+    transform_plan,
 )
 from quantwm_core import methods as core_methods
 from quantwm_core.chunk import KINDS, Kind
@@ -115,7 +115,7 @@ def check_transform(
     metrics = np.zeros((*unit.shape[:2], unit.shape[3], unit.shape[3]))
     if moment is not None and method.uses_queries(kind):
         metrics = moment.mean.astype(np.float64)
-    sources = transform.sources(unit, metrics, getattr(method, "damp", 0.0))
+    sources = transform_plan.sources(unit, metrics, getattr(method, "damp", 0.0))
     bases, arrays = basis.Basis.of(sealed.arrays).streams(), sealed.arrays
     byte, direction = 0, 0
     for source, stored, counts in zip(sources, bases, arrays["blocks"].reshape(-1, 3), strict=True):
@@ -469,7 +469,7 @@ def test_nothing_is_waited_for_while_a_chunk_is_begun(gpu: torch.device) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "late"),
-    [("klt", "transform_sealing._flat"), ("oscar", "baselines.packing.pack")],
+    [("klt", "transform_sealing.flattened"), ("oscar", "baselines.packing.pack")],
 )
 def test_a_unit_is_finished_on_the_stream_on_which_it_was_begun(
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch, name: str, late: str

@@ -15,6 +15,7 @@ from quantwm_core.chunk import Kind, SealedTensor
 from quantwm_core.errors import ParameterError
 from quantwm_core.methods import settings
 from quantwm_core.statistics import QueryMoment
+from quantwm_core.transform_plan import Allocate
 
 FEWEST_BITS = 0.5
 """Bits an element below which a small head could have no code at all: 32 channels, one block of two bits."""
@@ -53,7 +54,7 @@ class TransformMethod(ABC):
     ) -> UInt8[np.ndarray, "streams 3"]:
         """Blocks of 8, 4 and 2 bits for streams of ``nbytes`` a token each, given the energies of their blocks."""
 
-    def allocator(self, kind: Kind, channels: int) -> transform.Allocate:
+    def allocator(self, kind: Kind, channels: int) -> Allocate:
         """What gives bits to streams of ``channels``.
 
         Raises:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from quantwm_kernels.launch import Launch
-from quantwm_kernels.reading import Piece, check_tables, eight, merged
-from quantwm_kernels.recipe import Form, Recipe, Row
+from quantwm_kernels.reading import Piece
+from quantwm_kernels.reading_batches import check_tables
+from quantwm_kernels.recipe import Form, Recipe, Row, merged
 
 WORDS_PER_ENTRY = 4
 
@@ -96,7 +97,7 @@ def passes(
         launch: Launch parameters.
 
     Raises:
-        StateError, DeviceError: As :func:`quantwm_kernels.reading.check_tables`.
+        StateError, DeviceError: As :func:`quantwm_kernels.reading_batches.check_tables`.
     """
     units = [(piece.chunk.keys.row, piece.chunk.values.row, piece) for piece in pieces if piece.stop > piece.start]
     check_tables([row for unit in units for row in unit[:2]], device)
@@ -118,7 +119,7 @@ def passes(
         parts = max(1, min(wanted * tiles // max(every, 1), tiles // launch.least_tiles))
         table = torch.tensor(_table(sealed, own, parts, block), dtype=torch.int64).to(device, non_blocking=True)
         aligned = all(keys.aligned and values.aligned for keys, values, _ in members)
-        made.append(Pass(*kinds, table, parts, all(map(eight, kinds)), aligned, launch))
+        made.append(Pass(*kinds, table, parts, all(kind.eight for kind in kinds), aligned, launch))
     return tuple(made)
 
 

@@ -7,32 +7,23 @@ denoising step, so it makes a :class:`ReadPlan` when a chunk was sealed or evict
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import BFloat16
 from torch import Tensor
 
-from quantwm_core.errors import DeviceError, DtypeError, RangeError, ShapeError, StateError
-from quantwm_core.integer_table import EXACT_BITS
-from quantwm_kernels.arrival import Arrival
+from quantwm_core.errors import DeviceError, DtypeError, RangeError, ShapeError
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import KINDS, SealedChunk, SealedTensor
-from quantwm_kernels.launch import LAUNCHES, Launch, check_available, processors
-from quantwm_kernels.recipe import GROUPED, PRODUCTS, Field, Form, Recipe, Row, Steps
+from quantwm_kernels.launch import Launch
+from quantwm_kernels.methods import decode_into
+from quantwm_kernels.reading_batches import Part, batches
+from quantwm_kernels.reading_launches import Planned
 
 if TYPE_CHECKING:
     from quantwm_kernels.attention_passes import Pass
-
-_TABLES = 1024
-NARROW, FEW_DIRECTIONS = 128, 16
-"""Head dimension of which a tile fits into a processor's threads, and rank up to which they can do with few registers."""
-# A graph replays with the tables it captured, and nobody else would keep those.
-_captured: set[Planned] = set()
 
 
 class Piece(NamedTuple):
@@ -42,68 +33,6 @@ class Piece(NamedTuple):
     start: int
     stop: int
     place: int
-
-
-class Part(NamedTuple):
-    """The same for one tensor as a kernel sees it."""
-
-    row: Row
-    start: int
-    stop: int
-    place: int
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What one launch reads.
-
-    Attributes:
-        keys, values: What is compiled in.
-        batch, heads: Streams.
-        table: int64: a word per program, ``row << 32 | first token``, then the rows.
-        key_programs, programs: Programs per stream for keys, and in all.
-        span: Tokens of a program.
-        eight: Whether eight channels at a time can be decoded.
-        aligned: Whether the arrays are.
-        launch: Sizes and warps.
-        prepared: Compile-time arguments by what alignment allows, filled by the launcher.
-        again: What launches it into the workspace of last time, by where that lies, filled by the launcher.
-    """
-
-    keys: Recipe
-    values: Recipe
-    batch: int
-    heads: int
-    table: Tensor
-    key_programs: int
-    programs: int
-    span: int
-    eight: bool
-    aligned: bool
-    launch: Launch
-    prepared: dict[tuple[int, bool], dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
-    again: dict[Hashable, Callable[[], object]] = field(default_factory=dict, compare=False, repr=False)
-
-
-class Planned:
-    """Launches that any stream may repeat; each is itself, so that a set of them keeps one of each.
-
-    Args:
-        launches: What :func:`batches` made on the current stream.
-        device: Where it is.
-    """
-
-    def __init__(self, launches: Sequence[Batch], device: torch.device) -> None:
-        self.device = device
-        self._launches = tuple(launches)
-        tables = [batch.table for batch in self._launches]
-        self._arrival = Arrival(tables, device) if tables and device.type == "cuda" else None
-
-    def run(self, keys: Tensor, values: Tensor) -> None:
-        """Launch, behind the tables."""
-        if self._arrival is not None:
-            self._arrival.expect()
-        run(self._launches, keys, values)
 
 
 class ReadPlan:
@@ -191,8 +120,6 @@ class ReadPlan:
         self._planned.run(keys, values)
 
     def _into_on_cpu(self, keys: Tensor, values: Tensor) -> None:
-        from quantwm_kernels.methods import decode_into  # noqa: PLC0415 - that module reads single tensors through this one
-
         for chunk, start, stop, place in self.pieces:
             where = slice(place, place + stop - start)
             decode_into(chunk.keys, keys[:, :, where], start, stop)
@@ -220,184 +147,3 @@ def _common_sizes(kind: str, tensors: Sequence[SealedTensor]) -> tuple[int, int,
     if len(found) > 1:
         raise ShapeError(f"{kind} of (B, H, D) {sorted(found)} do not fit into one workspace; read them apart")
     return found.pop() if found else None
-
-
-def run(planned: Sequence[Batch], keys: Tensor, values: Tensor) -> None:
-    """Launch batches; a workspace whose channels lie apart is written through a copy."""
-    from quantwm_kernels.triton import reading as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
-
-    if keys.stride(3) != 1 or values.stride(3) != 1:
-        dense = [out.clone(memory_format=torch.contiguous_format) for out in (keys, values)]
-        run(planned, dense[0], dense[0] if values is keys else dense[1])
-        for out, written in zip((keys,) if values is keys else (keys, values), dense, strict=False):
-            out.copy_(written)
-        return
-    for batch in planned:
-        kernels.read(batch, keys, values)
-
-
-def read_single(sealed: SealedTensor, out: Tensor, start: int, stop: int) -> None:
-    """Reconstruct tokens ``start`` to ``stop`` of one tensor on a GPU, from the begin of ``out``.
-
-    Raises:
-        QuantWMError: As :meth:`ReadPlan.into`.
-    """
-    if stop > start:
-        planned = _single(sealed.row, start, stop, out.device)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            _captured.add(planned)
-        planned.run(out, out)
-
-
-@lru_cache(maxsize=_TABLES)
-def _single(row: Row, start: int, stop: int, device: torch.device) -> Planned:
-    """Launches of one tensor. A table holds nothing but what the arguments say: it may serve whenever they come again."""
-    return Planned(batches([Part(row, start, stop, 0)], [], device), device)
-
-
-def batches(
-    keys: Sequence[Part], values: Sequence[Part], device: torch.device, launch: Launch | None = None
-) -> tuple[Batch, ...]:
-    """Sort parts into launches: usually one.
-
-    Args:
-        keys, values: Parts of the same units in the same order; ``values`` may be empty.
-        device: Where the arrays are and the table goes.
-        launch: Launch parameters.
-
-    Returns:
-        Nothing at all where there is no token to read.
-
-    Raises:
-        StateError: A CUDA graph is being captured: the table cannot be copied then.
-        DeviceError: There is no Triton, or the arrays live elsewhere.
-    """
-    if not any(part.stop > part.start for part in (*keys, *values)):
-        return ()
-    check_tables([part.row for part in (*keys, *values)], device)
-    key_recipes = merged([part.row.recipe for part in keys])
-    value_recipes = merged([part.row.recipe for part in values]) or key_recipes
-    groups: dict[tuple[Recipe, Recipe], list[int]] = {}
-    for number, pair in enumerate(zip(key_recipes, value_recipes, strict=True)):
-        groups.setdefault(pair, []).append(number)
-    made = []
-    for (key_recipe, value_recipe), members in groups.items():
-        chosen_parts = [[parts[number] for number in members] if parts else [] for parts in (keys, values)]
-        made.append(_batch(key_recipe, value_recipe, chosen_parts[0], chosen_parts[1], device, launch))
-    return tuple(batch for batch in made if batch.programs)
-
-
-def check_tables(rows: Iterable[Row], device: torch.device) -> None:
-    """Refuse to make a table where it cannot serve.
-
-    Raises:
-        StateError: A CUDA graph is being captured: the table cannot be copied then.
-        DeviceError: There is no Triton, or the arrays live elsewhere.
-    """
-    check_available("workspace")
-    if strangers := {row.device for row in rows} - {device}:
-        raise DeviceError(
-            f"the kernel runs on {device}, sealed arrays live on {sorted(map(str, strangers))}; move one to the other"
-        )
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise StateError(
-            "a CUDA graph is being captured and this call has no table yet; make it once before the capture"
-        )
-
-
-def merged(recipes: Sequence[Recipe]) -> list[Recipe]:
-    """Let units share a recipe where their rows say the rest.
-
-    Those without compensation, such as the first, share that of those with it; transform codes that of the most directions, of
-    which no more are read at once than in any.
-    """
-    transforms = [recipe for recipe in recipes if recipe.form is Form.TRANSFORM]
-    most = max((recipe.rank for recipe in transforms), default=0)
-    together = min((recipe.group for recipe in transforms), default=1)
-    recipes = [
-        replace(recipe, rank=most, group=together) if recipe.form is Form.TRANSFORM else recipe for recipe in recipes
-    ]
-    ranks = {recipe.rank for recipe in recipes if recipe.rank and recipe.form not in PRODUCTS}
-    if len(ranks) != 1:
-        return recipes
-    (rank,) = ranks
-    ways = {recipe.steps for recipe in recipes if recipe.rank}
-    if Steps.NIBBLES in ways and len(ways) > 1:  # INT4 and INT8 are read by different instructions
-        return list(recipes)
-    steps = max(ways)
-    clustered = (recipe.form in GROUPED for recipe in recipes)
-    return [
-        replace(recipe, rank=rank, steps=steps) if may else recipe
-        for recipe, may in zip(recipes, clustered, strict=True)
-    ]
-
-
-def launch_of(*recipes: Recipe) -> Launch:
-    """How a read of tensors of these recipes is launched."""
-    wide = any(each.channels > NARROW for each in recipes)
-    if any(each.form in PRODUCTS for each in recipes):
-        return LAUNCHES["read_product_wide" if wide else "read_product"]
-    if not any(each.form in GROUPED for each in recipes):
-        return LAUNCHES["read"]
-    if any(each.rank > FEW_DIRECTIONS or each.steps is Steps.EITHER for each in recipes):
-        return LAUNCHES["read_groups"]
-    if wide:
-        return LAUNCHES["read_groups_wide"]
-    light = all(each.form is Form.SYMMETRIC or each.centroid_bits != EXACT_BITS for each in recipes)
-    return LAUNCHES["read_light" if light else "read_groups"]
-
-
-def _batch(
-    key_recipe: Recipe,
-    value_recipe: Recipe,
-    keys: Sequence[Part],
-    values: Sequence[Part],
-    device: torch.device,
-    launch: Launch | None,
-) -> Batch:
-    batch, heads = keys[0].row.streams
-    if launch is None:
-        launch = launch_of(key_recipe, value_recipe)
-    parts = [*keys, *values]
-    span = _span(parts, batch * heads, device, launch)
-    counts = [-(-(part.stop - part.start) // span) for part in parts]
-    table = torch.from_numpy(_table(parts, counts, span)).to(device, non_blocking=True)
-    recipes = (key_recipe, value_recipe)
-    return Batch(
-        *recipes,
-        batch,
-        heads,
-        table,
-        sum(counts[: len(keys)]),
-        sum(counts),
-        span,
-        all(eight(recipe) for recipe in recipes),
-        all(part.row.aligned for part in parts),
-        launch,
-    )
-
-
-def _table(parts: Sequence[Part], counts: Sequence[int], span: int) -> np.ndarray:
-    """Words of the programs that read each part, ``counts`` of them, and then the parts' rows."""
-    program, place = 0, sum(counts)
-    table = np.empty(place + sum(len(part.row.words) for part in parts), np.int64)
-    for part, count in zip(parts, counts, strict=True):
-        row = table[place : place + len(part.row.words)]
-        row[:] = part.row.words
-        row[Field.STOP], row[Field.SHIFT] = part.stop, part.place - part.start
-        table[program : program + count] = (place << 32) + part.start + span * np.arange(count)
-        program, place = program + count, place + len(row)
-    return table
-
-
-def eight(recipe: Recipe) -> bool:
-    """Whether eight consecutive channels never straddle a group."""
-    return recipe.channels % 8 == 0 and (recipe.form not in GROUPED or recipe.group % 8 == 0)
-
-
-def _span(parts: Sequence[Part], streams: int, device: torch.device, launch: Launch) -> int:
-    """Tokens of a program: many spare it the set-up, few keep every processor busy."""
-    block = launch.blocks["BLOCK_TOKENS"]
-    tiles = streams * sum(-(-(part.stop - part.start) // block) for part in parts)
-    wanted = launch.programs * processors(device)
-    return block * max(1, min(launch.most_tiles, tiles // wanted))

@@ -7,7 +7,8 @@ the kernel; what differs, sizes and addresses, stands in a row of int64 per unit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -130,6 +131,11 @@ class Recipe:
     steps: Steps = Steps.DENSE
     centroid_bits: int = EXACT_BITS
 
+    @property
+    def eight(self) -> bool:
+        """Whether eight channels at a time can be decoded, because they never straddle a group."""
+        return self.channels % 8 == 0 and (self.form not in GROUPED or self.group % 8 == 0)
+
 
 class Row(NamedTuple):
     """A sealed tensor to a kernel: recipe, batch and heads, and the numbers of :class:`Field` without a range.
@@ -142,3 +148,25 @@ class Row(NamedTuple):
     words: tuple[int, ...]
     aligned: bool
     device: torch.device
+
+
+def merged(recipes: Sequence[Recipe]) -> list[Recipe]:
+    """Let units share a recipe where their rows say the rest.
+
+    Those without compensation, such as the first, share that of those with it; transform codes that of the most directions, of
+    which no more are read at once than in any.
+    """
+    transforms = [recipe for recipe in recipes if recipe.form is Form.TRANSFORM]
+    most = max((recipe.rank for recipe in transforms), default=0)
+    together = min((recipe.group for recipe in transforms), default=1)
+    recipes = [
+        replace(recipe, rank=most, group=together) if recipe.form is Form.TRANSFORM else recipe for recipe in recipes
+    ]
+    ranks = {recipe.rank for recipe in recipes if recipe.rank and recipe.form not in PRODUCTS}
+    if len(ranks) != 1:
+        return recipes
+    (rank,) = ranks
+    ways = {recipe.steps for recipe in recipes if recipe.rank}
+    if Steps.NIBBLES in ways and len(ways) > 1:  # INT4 and INT8 are read by different instructions
+        return recipes
+    return [replace(each, rank=rank, steps=max(ways)) if each.form in GROUPED else each for each in recipes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from quantwm_kernels.launch import packed_attention_pays
 from quantwm_kernels.packed_attention import attend_packed
 from quantwm_kernels.reading import ReadPlan
 from quantwm_models.geometry import Geometry
+
+AttentionPath = Literal["auto", "packed", "rotated", "decoded"]
+"""How :meth:`quantwm_models.LayerCache.attend` attends: from the packed cache (in two ways), after reading it, or as is faster."""
 
 
 def pays(queries: Tensor, known: Geometry) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
-from jaxtyping import BFloat16, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from quantwm_core.errors import ParameterError, lookup
@@ -15,23 +14,21 @@ from quantwm_core.method import Scheme
 from quantwm_core.method import scheme as make_scheme
 from quantwm_core.rotary import Turning
 from quantwm_core.stream import Span, Stream
-from quantwm_kernels.statistics import QueryMoment
-from quantwm_models.attending import attend_decoded, attend_sealed, pays
-from quantwm_models.contents import KeyFrame, Part, Sealing, located
-from quantwm_models.geometry import Geometry, check_queries, exact_chunk
+from quantwm_models.answering import Answering
+from quantwm_models.attending import AttentionPath
+from quantwm_models.errors import located
+from quantwm_models.geometry import Geometry, exact_chunk
 from quantwm_models.history import History
-from quantwm_models.holding import Holding, check_layer, check_shared
+from quantwm_models.holding import check_layer, check_shared
 from quantwm_models.learning import Learning
 from quantwm_models.memory import advice, free_nbytes
 from quantwm_models.observer import CacheObserver, checked_observers
-from quantwm_models.offload import Offload, Staged
+from quantwm_models.offload import Offload
+from quantwm_models.settling import Sealing
 from quantwm_models.workspace import Workspace
 
-AttentionPath = Literal["auto", "packed", "rotated", "decoded"]
-"""How :meth:`LayerCache.attend` attends: from the packed cache (in two ways), after reading it, or as is faster."""
 
-
-class LayerCache(Holding):
+class LayerCache(Answering):
     """Keys and values of one layer: the active chunk in BF16, completed ones sealed, a window that may slide.
 
     Tokens are named in *window coordinates*: 0 is the oldest live token. A call that fails leaves the cache as it was.
@@ -105,24 +102,6 @@ class LayerCache(Holding):
         self.expected: Geometry | None = None
         self.half_written = False
         super().__init__()
-
-    @property
-    def turning(self) -> Turning | None:
-        """What statistics are turned to coming frames by; None where they are left as they were asked."""
-        return self._learning.turning
-
-    @property
-    def key_frame(self) -> KeyFrame | None:
-        """What makes of the moment of queries the one that a unit's keys see, given the unit's absolute tokens.
-
-        For keys that are cached in another frame than that in which queries meet them, which may then have other channels;
-        None where both are the same.
-        """
-        return self._learning.key_frame
-
-    @key_frame.setter
-    def key_frame(self, frame: KeyFrame | None) -> None:
-        self._learning.key_frame = frame
 
     def append(
         self,
@@ -225,63 +204,6 @@ class LayerCache(Holding):
             self._contents = self._contents.overwrite(exact_keys, exact_values)
             self.version += 1
 
-    def observe(self, queries: Float[Tensor, "batch query_heads tokens channels"]) -> None:
-        """Fold one attention call's queries into the statistics; no query is kept.
-
-        They count for units that begin after the chunk that is active now. A scheme that uses no queries ignores them; one that
-        looks ahead takes them for those of the newest tokens.
-
-        Args:
-            queries: BF16, FP16 or FP32 ``[B, Hq, T, D]``, in the frame of the cached keys; ``Hq`` a multiple of ``H``.
-
-        Raises:
-            StateError: Nothing was appended yet, or the queries require grad.
-            ShapeError, DtypeError: They do not fit the keys.
-            DomainError: On a CPU, they hold NaN, Inf or numbers too large. A GPU finds out when a unit is sealed with them:
-                that seal raises it, and every later one, for their moment cannot be repaired and a rebuild keeps it. Only
-                :meth:`clear` or :meth:`restart` forgets it.
-        """
-        with self._located:
-            self._contents = self._learning.observed(self._contents, queries, self._known())
-
-    def foresee(self, queries: Float[Tensor, "batch heads tokens channels"]) -> None:
-        """Fold queries of a host that asks before it has anything cached; they count for all that will be.
-
-        Args:
-            queries: BF16, FP16 or FP32 ``[B, H, T, D]``, as many heads as the keys will have.
-
-        Raises:
-            StateError: Something is cached already, or the queries require grad.
-            DtypeError, ShapeError: They are no such tensor.
-            DomainError: As :meth:`observe`.
-        """
-        with self._located:
-            self._contents = self._learning.foreseen(self._contents, queries, self._geometry)
-
-    def observe_moment(self, moment: QueryMoment) -> None:
-        """:meth:`observe`, or :meth:`foresee` where nothing is cached, queries whose second moment is known already.
-
-        Args:
-            moment: Of ``[B, H]`` streams, in the frame in which queries are observed.
-
-        Raises:
-            StateError: The scheme looks ahead, which takes the positions of queries; or the mean requires grad.
-            DeviceError, DtypeError: It is no :class:`quantwm_kernels.statistics.QueryMoment` of FP32 where one is served.
-            ShapeError: The streams or the channels are not those of the keys.
-            ParameterError: It is not of a whole number of queries above 0.
-            DomainError: On a CPU, it holds NaN, Inf or a negative number on the diagonal. A GPU finds out when a unit is sealed
-                with NaN or Inf, as with queries of :meth:`observe`; it does not look for negative ones.
-
-        >>> from quantwm_kernels.statistics import second_moment
-        >>> cache, (keys, values, queries) = LayerCache("quantwm"), torch.ones(3, 1, 2, 64, 32)
-        >>> cache.observe_moment(second_moment(queries, 2))
-        >>> cache.append(keys, values)
-        >>> cache.queries.past.queries
-        64
-        """
-        with self._located:
-            self._contents = self._learning.told(self._contents, moment, self._geometry)
-
     def seal(self) -> None:
         """The active chunk is complete now: seal what is due without waiting for the next chunk.
 
@@ -305,61 +227,12 @@ class LayerCache(Holding):
         with self._located:
             self._commit(self._contents.evict(start, stop), self._geometry)
 
-    def read(
-        self, start: int | None = None, stop: int | None = None
-    ) -> tuple[
-        BFloat16[Tensor, "batch heads range key_channels"], BFloat16[Tensor, "batch heads range value_channels"]
-    ]:
-        """Keys and values of window tokens ``start`` to ``stop`` (all by default).
-
-        Returns:
-            BF16 ``[B, H, n, D]`` views of the workspace, valid until the next read through it; not to be written,
-            nor changed in place in any way: the same views are handed out again.
-
-        Raises:
-            RangeError: The range lies outside the window.
-            StateError: The cache is empty.
-        """
-        with self._located:
-            known = self._known()
-            first, last = 0 if start is None else start, self.tokens if stop is None else stop
-            parts = self._reads.parts(self._contents, first, last)
-            keys_shape, values_shape = (known[0], known[1], known[2]), (known[0], known[1], known[3])
-            read = self.workspace.view(keys_shape, values_shape, last - first, known.device)
-            self._reads.fill(self._contents, parts, known.device, self._staged)
-            return read
-
-    def attend(
-        self,
-        queries: Float[Tensor, "batch query_heads tokens channels"],
-        start: int | None = None,
-        stop: int | None = None,
-    ) -> Float[Tensor, "batch query_heads tokens value_channels"]:
-        """Observe the queries and attend to window tokens ``start`` to ``stop``, without a mask.
-
-        Returns:
-            ``[B, Hq, T, D]`` in the queries' number format.
-
-        Raises:
-            QuantWMError: As :meth:`observe` and :meth:`read`.
-        """
-        with self._located:
-            check_queries(queries)
-        if self._attends_packed(queries):
-            return self._attend_packed(queries, start, stop)
-        keys, values = self.read(start, stop)
-        self.observe(queries)
-        output = attend_decoded(queries, keys, values)
-        self.tell_attended(queries, keys, values, start, stop)
-        return output
-
     def tell_attended(
         self, queries: Tensor, keys: Tensor, values: Tensor, start: int | None = None, stop: int | None = None
     ) -> None:
         """Tell the observers of an attention call that was computed outside, over a read of ``start`` to ``stop``."""
         if self.observers:
-            last = self.tokens if stop is None else stop
-            spans = [piece.span for piece in self.stream.read(0 if start is None else start, last)]
+            spans = [piece.span for piece in self.stream.read(*self._range(start, stop))]
             for observer in self.observers:
                 observer.attended(self, queries, keys, values, spans)
 
@@ -371,35 +244,9 @@ class LayerCache(Holding):
             for span in gone:
                 observer.evicted(self, *span)
 
-    def _staged(self, parts: Sequence[Part]) -> AbstractContextManager[Staged | None]:
-        """The units brought from host memory if ``parts`` are of any; None where they are read from where they are."""
-        if self.offload is None or all(part.unit is None for part in parts):
-            return nullcontext()
-        return self.offload.staged(self)
-
     def _advice(self) -> str:
         # What is being sealed is not waited for: its error would be taken for this one.
         token, device = 0, torch.device("cpu")
         if self._geometry is not None:
             token, device = self._geometry.token_nbytes, self._geometry.device
         return advice(self._report(self._contents), token, free_nbytes(device), offloaded=self.offload is not None)
-
-    def _attends_packed(self, queries: Tensor) -> bool:
-        """Whether to attend from the packed cache; where somebody looks on, only if told to."""
-        if self.attention != "auto":
-            return self.attention in ("packed", "rotated")
-        return not self.observers and self._geometry is not None and pays(queries, self._geometry)
-
-    def _attend_packed(self, queries: Tensor, start: int | None, stop: int | None) -> Tensor:
-        with self._located:
-            known, rotated = self._known(), self.attention == "rotated"
-            first, last = 0 if start is None else start, self.tokens if stop is None else stop
-            parts = self._reads.parts(self._contents, first, last)
-            exact = [(keys, values) for _, keys, values in self._contents.plain(parts)]
-            with self._staged(parts) as staged:
-                plan = self._reads.plan(self._contents, parts, staged)
-                output = attend_sealed(queries, plan, exact, known, rotated=rotated)
-        self.observe(queries)
-        if self.observers:
-            self.tell_attended(queries, *self.read(start, stop), start, stop)
-        return output

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-from quantwm_models.contents import Unconfirmed, located
+from quantwm_models.errors import located
+from quantwm_models.settling import Unconfirmed
 
 
 class Confirmation:

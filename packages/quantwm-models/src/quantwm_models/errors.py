@@ -1,6 +1,9 @@
-"""What can go wrong between a host and the cache under it, as types."""
+"""What can go wrong between a host and the cache under it, as types, and where it did."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -21,3 +24,19 @@ class UnknownHostError(QuantWMError, LookupError):
 
 class CacheMemoryError(QuantWMError, torch.OutOfMemoryError):
     """There is no memory for what a cache was asked to do; it is as it was before."""
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Say where an error arose, keeping its type.
+
+    >>> with located("layer 3"):
+    ...     raise QuantWMError("no room")
+    Traceback (most recent call last):
+    ...
+    quantwm_core.errors.QuantWMError: layer 3: no room
+    """
+    try:
+        yield
+    except QuantWMError as error:
+        raise type(error)(f"{where}: {error}") from error

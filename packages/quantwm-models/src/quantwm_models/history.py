@@ -12,9 +12,10 @@ from torch import Tensor
 from quantwm_core.method import Scheme
 from quantwm_core.stream import Span
 from quantwm_kernels.chunk import SealedChunk
-from quantwm_models.contents import Contents, Sealing
+from quantwm_models.contents import Contents
 from quantwm_models.geometry import Geometry, chunk_sizes, chunks_of, exact_chunk
 from quantwm_models.learning import Learning
+from quantwm_models.settling import Sealing, settle
 
 
 class Heard(NamedTuple):
@@ -69,7 +70,7 @@ class History:
             grown = self._learning.observed(grown, queries, self.geometry)
         whole = grown.complete()
         replaced = self._unit_before(self.geometry.device) if whole.stream.due() else None
-        settled = whole.settle(self._scheme, self._learning.frame, replaced=replaced)
+        settled = settle(whole, self._scheme, self._learning.frame, replaced=replaced)
         self.contents = settled.contents
         if self._told:
             self.heard += [Heard((), gone), Heard(settled.sealings, ())]

@@ -15,7 +15,7 @@ from quantwm_core.stream import Span, Stream, is_whole
 from quantwm_kernels.chunk import SealedChunk
 from quantwm_models.causality import CausalQueries
 from quantwm_models.confirmation import Confirmation
-from quantwm_models.contents import Contents, Sealing, Unconfirmed, Unit
+from quantwm_models.contents import Contents, Unit
 from quantwm_models.geometry import Geometry
 from quantwm_models.learning import Learning
 from quantwm_models.observer import CacheObserver
@@ -23,6 +23,7 @@ from quantwm_models.offload import Offload
 from quantwm_models.reads import Reads
 from quantwm_models.report import CacheReport, held
 from quantwm_models.scope import LayerScope
+from quantwm_models.settling import Sealing, Unconfirmed, settle
 from quantwm_models.workspace import Workspace
 
 
@@ -184,7 +185,7 @@ class Holding(ABC):
         """
         before = self._contents
         certain = self.offload is not None or bool(self.observers)
-        settled, sealings, unconfirmed = contents.settle(self.scheme, self._learning.frame, wait=certain)
+        settled, sealings, unconfirmed = settle(contents, self.scheme, self._learning.frame, wait=certain)
         if geometry is not None:
             settled = self._moved(settled, self.offload, geometry.device)
             self._expect(settled, self.offload, geometry)

@@ -10,9 +10,10 @@ from quantwm_core.errors import ShapeError, StateError
 from quantwm_core.method import Scheme
 from quantwm_core.rotary import Turning
 from quantwm_kernels.statistics import QueryMoment, merge, second_moment
-from quantwm_models.contents import Contents, KeyFrame
+from quantwm_models.contents import Contents
 from quantwm_models.geometry import Geometry, check_moment, check_queries
 from quantwm_models.rotary import coming_moment, still_moment
+from quantwm_models.settling import KeyFrame
 
 
 class Learning:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from quantwm_kernels.launch import one_of
-from quantwm_models.contents import located
+from quantwm_models.errors import located
 from quantwm_models.memory import explained
 
 

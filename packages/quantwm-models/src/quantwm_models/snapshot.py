@@ -23,7 +23,7 @@ from quantwm_kernels.tensor_file import TensorFile, available_device, opened, wr
 from quantwm_models.attach import Attachment
 from quantwm_models.bookkeeping import sizes_told, whole
 from quantwm_models.cache import LayerCache
-from quantwm_models.contents import located
+from quantwm_models.errors import located
 from quantwm_models.handed import Caches, check_path, extra_tensors, listed_caches, plain
 from quantwm_models.memory import explained
 from quantwm_models.recorded import Recorder, Source

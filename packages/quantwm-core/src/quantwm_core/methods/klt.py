@@ -23,8 +23,8 @@ from quantwm_core import allocation, basis
 from quantwm_core.chunk import KINDS, Kind
 from quantwm_core.errors import ParameterError
 from quantwm_core.methods import ADDED
-from quantwm_core.transform import Allocate
 from quantwm_core.transform_method import TransformMethod
+from quantwm_core.transform_plan import Allocate
 
 ALLOCATIONS = ("head", "layer")
 MOST_DAMP = 1 / basis.RIDGE

@@ -25,10 +25,10 @@ from quantwm_core import statistics as core_statistics
 from quantwm_core.chunk import Kind
 from quantwm_core.errors import DeviceError, DtypeError, RangeError, ShapeError, StateError
 from quantwm_core.method import Method, Scheme, decode_tensor
-from quantwm_kernels import reading
 from quantwm_kernels.bridge import check_detached, owned, to_numpy
 from quantwm_kernels.chunk import SealedChunk, SealedTensor, described, description
 from quantwm_kernels.launch import check_available
+from quantwm_kernels.reading_launches import read_single
 from quantwm_kernels.sealing import ACCEPTED, Asked, Finished, PendingChunk, PendingTensors
 from quantwm_kernels.statistics import QueryMoment
 
@@ -124,7 +124,7 @@ def _(arrays: Sequence[Tensor], specification: str, out: Tensor, start: int, sto
     for tensor in arrays:
         check_detached(tensor, "sealed array")
     sealed = SealedTensor(**described(json.loads(specification), arrays))
-    reading.read_single(sealed, out, start, stop)
+    read_single(sealed, out, start, stop)
 
 
 @_decode.register_fake
@@ -220,7 +220,7 @@ def decode_into(
         raise DtypeError(f"workspace: got {out.dtype}, need torch.bfloat16")
     if out.is_cuda and not torch.compiler.is_compiling():
         check_detached(out, "workspace")
-        reading.read_single(sealed, out, start, end)
+        read_single(sealed, out, start, end)
     else:
         _decode(list(sealed.arrays.values()), sealed.specification, out, start, end)
 

@@ -1,12 +1,10 @@
 """Group affine INT2 on a GPU, of plain values or of residuals; formulas in :mod:`quantwm_core.affine`.
 
-A token's channels stand as ``[groups, channels of a group]``, both filled up to powers of two with zeros, which change no
-range. The super-scale of a stream needs its largest range first, so there are two passes: ranges, then codes.
+The super-scale of a stream needs its largest range first, so there are two passes: ranges, then codes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,93 +13,19 @@ import triton.language as tl
 from torch import Tensor
 
 from quantwm_core import affine as core
-from quantwm_core import packing as core_packing
 from quantwm_core.errors import DtypeError
 from quantwm_kernels.affine import AffineCode, code_shapes, decoded_shape
 from quantwm_kernels.launch import LAUNCHES, ceil_div, on_device
 from quantwm_kernels.triton import packing
-from quantwm_kernels.triton.arithmetic import product
-from quantwm_kernels.triton.domain import to_bf16
-from quantwm_kernels.triton.grid import (
-    NARROW,
-    both_halves,
-    codes_of,
-    group_range,
-    restored_residual,
-    searched_grid,
-    step_of_range,
-)
+from quantwm_kernels.triton.grid import NARROW, codes_of, group_range, restored_residual, searched_grid, step_of_range
+from quantwm_kernels.triton.groups import as_e4m3, group_sizes, store_codes, store_zero_points
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Layer, Pair, of_pair, padded, rows_of
-from quantwm_kernels.triton.packing import CODE_BITS, CODES_PER_BYTE, code_in
+from quantwm_kernels.triton.packing import CODES_PER_BYTE, code_in
+from quantwm_kernels.triton.projection import Projection, projected, store_coefficients
+from quantwm_kernels.triton.residual import Residual, residuals
 from quantwm_kernels.triton.rounding import refined
 from quantwm_kernels.triton.scales import step_of, super_scale_of
-
-LEAST_CHANNELS = 16
-
-
-@triton.jit
-def packed_rows(codes, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """int32 codes, ``4 * BYTES`` a row, as bytes ``[ROWS, BYTES]`` in int32."""
-    quads = tl.reshape(codes, (ROWS, BYTES, CODES_PER_BYTE))
-    position = tl.arange(0, CODES_PER_BYTE)[None, None, :]
-    return tl.sum(quads << (position * CODE_BITS), axis=2)
-
-
-@triton.jit
-def store_codes(codes, code, row, cell, group, FIRST: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
-                GROUPS_2: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """Pack and store int32 codes ``[TILE, GROUPS_2, LANES]`` of rows ``[TILE]``, which begin ``FIRST`` channels into a group."""
-    QUADS: tl.constexpr = LANES // CODES_PER_BYTE
-    quad = FIRST // CODES_PER_BYTE + tl.arange(0, QUADS)[None, None, :]
-    byte = tl.reshape(packed_rows(code, TILE * GROUPS_2, QUADS), (TILE, GROUPS_2, QUADS))
-    place = row[:, None, None] * (CHANNELS // CODES_PER_BYTE) + group[None, :, None] * (GROUP // CODES_PER_BYTE) + quad
-    tl.store(codes + place, byte.to(tl.uint8), mask=cell[:, :, None] & (quad < GROUP // CODES_PER_BYTE))
-
-
-@triton.jit
-def store_zero_points(zero_points, zero, block, size, GROUPS_2: tl.constexpr, TILE: tl.constexpr):
-    """Pack and store a tile's zero-points ``[TILE, GROUPS_2]``, which fill whole bytes of a stream's ``size``."""
-    BYTES: tl.constexpr = TILE * GROUPS_2 // CODES_PER_BYTE
-    byte = tl.reshape(packed_rows(zero.to(tl.int32), BYTES, 1), (BYTES,))
-    place = block * BYTES + tl.arange(0, BYTES)
-    tl.store(zero_points + place, byte.to(tl.uint8), mask=place < size)
-
-
-@triton.jit
-def projected(error, projection, channel, known, share, RANK: tl.constexpr, RANK_2: tl.constexpr):
-    """``share + error @ projection`` of errors ``[TILE, groups, lanes]``, both in two parts of BF16."""
-    WIDE: tl.constexpr = error.shape[1] * error.shape[2]
-    flat, exists = tl.reshape(channel, (WIDE, 1)), tl.reshape(known, (WIDE, 1))
-    direction = tl.arange(0, RANK_2)[None, :]
-    matrix = tl.load(projection + flat * RANK + direction, mask=exists & (direction < RANK), other=0.0)
-    lost = tl.reshape(error, (error.shape[0], WIDE))
-    near, close = to_bf16(lost), to_bf16(matrix)
-    share = product(to_bf16(lost - near.to(tl.float32)), close, share)
-    share = product(near, to_bf16(matrix - close.to(tl.float32)), share)
-    return product(near, close, share)
-
-
-@triton.jit
-def store_coefficients(coefficients, peaks, share, row, inside, RANK: tl.constexpr, RANK_2: tl.constexpr):
-    """Store the coefficients ``[TILE, RANK_2]`` of rows, and the largest magnitude along each direction."""
-    direction = tl.arange(0, RANK_2)
-    present = inside[:, None] & (direction[None, :] < RANK)
-    tl.store(coefficients + row[:, None] * RANK + direction[None, :], share, mask=present)
-    tl.store(peaks + direction, tl.max(tl.abs(share), axis=0), mask=direction < RANK)
-
-
-@triton.jit
-def residuals(rows, offset, index, inside, stored, channel, first, second, CLUSTERED: tl.constexpr, CHANNELS: tl.constexpr,
-              SECOND: tl.constexpr):  # fmt: skip
-    """Both halves of a tile's groups, FP32, less those of its centroids."""
-    left, right = both_halves(rows, offset, channel, first, second, SECOND)
-    left, right = left.to(tl.float32), right.to(tl.float32)
-    if CLUSTERED:
-        nearest = tl.load(index, mask=inside, other=0).to(tl.int32)[:, None, None] * CHANNELS
-        near, far = both_halves(stored, nearest, channel, first, second, SECOND)
-        left, right = left - near.to(tl.float32), right - far.to(tl.float32)
-    return left, right
 
 
 @triton.jit
@@ -138,8 +62,9 @@ def encode_kernel(
     first_stored, second_stored, largest, matrix, projection, first_codes, second_codes, first_scales, second_scales,
     first_zeros, second_zeros, first_super, second_super, coefficients, peaks, tokens, centroids, pieces, zero_bytes,
     fed_streams, projected_streams,
-    CLUSTERED: tl.constexpr, CANDIDATES: tl.constexpr, FED: tl.constexpr, RANK: tl.constexpr, RANK_2: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS_2: tl.constexpr, GROUP_2: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
+    CLUSTERED: tl.constexpr, CANDIDATES: tl.constexpr, FED: tl.constexpr, RANK: tl.constexpr, RANK_2: tl.constexpr,
+    CHANNELS: tl.constexpr, GROUP: tl.constexpr, GROUPS_2: tl.constexpr, GROUP_2: tl.constexpr, PIECES: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Codes, scales and zero-points of a block of tokens, and the coefficients of what is lost along a basis.
 
@@ -229,47 +154,6 @@ def decode_kernel(
     tl.store(values + place, number, mask=inside)
 
 
-@dataclass(frozen=True)
-class Residual:
-    """What a layer is coded against, beside itself.
-
-    Attributes:
-        index: uint8 ``[streams of a tensor, N]`` of each tensor, the centroid of every token.
-        stored: BF16 ``[streams of a tensor, C, D]`` of each tensor.
-    """
-
-    index: Pair
-    stored: Pair
-
-
-@dataclass(frozen=True)
-class Projection:
-    """What becomes of the error of the first streams.
-
-    Attributes:
-        matrix: FP32 ``[streams, D, r]``; coefficients are ``error @ matrix``.
-        coefficients: FP32 ``[streams, N, r]``, written.
-        peaks: FP32 ``[streams, blocks, r]``, their largest magnitudes per block of tokens, written.
-    """
-
-    matrix: Tensor
-    coefficients: Tensor
-    peaks: Tensor
-
-    @classmethod
-    def onto(cls, matrix: Tensor, tokens: int) -> Projection:
-        """Memory for the coefficients of ``tokens`` along a matrix ``[streams, D, r]``."""
-        streams, _, rank = matrix.shape
-        blocks = ceil_div(tokens, LAUNCHES["encode_groups"].blocks["TILE"])
-        return cls(matrix, matrix.new_empty(streams, tokens, rank), matrix.new_empty(streams, blocks, rank))
-
-
-def group_sizes(channels: int, group_size: int) -> tuple[int, int]:
-    """Groups and channels of a group, filled up to powers of two, and to the 16 channels that a matrix product asks for."""
-    groups, wide = core.check_group_size(channels, group_size), padded(group_size, core_packing.CODES_PER_BYTE)
-    return padded(groups, max(1, LEAST_CHANNELS // wide)), wide
-
-
 def largest_ranges(layer: Layer, group_size: int) -> Tensor:
     """Largest group range of each piece of the plain values, FP32 ``[S, pieces]``."""
     launch = LAUNCHES["group_ranges"]
@@ -289,11 +173,6 @@ class Codes(NamedTuple):
     scales: Pair
     zero_points: Pair
     super_scale: Pair
-
-
-def as_e4m3(pair: Pair) -> Pair:
-    """Bytes as E4M3."""
-    return pair[0].view(torch.float8_e4m3fn), pair[1].view(torch.float8_e4m3fn)
 
 
 def encode_layer(
@@ -326,13 +205,17 @@ def encode_layer(
     zero_points = layer.pair(zero_bytes, dtype=torch.uint8)
     super_scale = layer.pair(dtype=torch.float32)
     index, stored = (codes, codes) if residual is None else (residual.index, residual.stored)
-    parts = (largest, largest, largest) if along is None else (along.matrix, along.coefficients, along.peaks)
-    rank = 0 if along is None else along.matrix.shape[-1]
+    matrix, coefficients, peaks = (
+        (largest, largest, largest) if along is None else (along.matrix, along.coefficients, along.peaks)
+    )
+    fed = largest if feedback is None else feedback
+    rank = 0 if along is None else matrix.shape[-1]
     encode_kernel[layer.streams, ceil_div(layer.tokens, launch.blocks["TILE"])](
-        *layer.source, *index, *stored, largest, largest if feedback is None else feedback, parts[0], *codes, *scales, *zero_points, *super_scale, *parts[1:],
-        layer.tokens, stored[0].shape[1], largest.shape[1], shapes[2][1], 0 if feedback is None else len(feedback),
-        0 if along is None else len(along.matrix), residual is not None, scale_candidates, feedback is not None, rank, padded(rank), layer.channels, group_size, *groups, padded(largest.shape[1], 1),
-        **launch.options,
+        *layer.source, *index, *stored, largest, fed, matrix, *codes, *scales, *zero_points, *super_scale,
+        coefficients, peaks, layer.tokens, stored[0].shape[1], largest.shape[1], shapes[2][1],
+        0 if feedback is None else len(feedback), 0 if along is None else len(matrix),
+        residual is not None, scale_candidates, feedback is not None, rank, padded(rank), layer.channels, group_size,
+        *groups, padded(largest.shape[1], 1), **launch.options,
     )  # fmt: skip
     if not aligned:  # neighbouring tokens share bytes in no pattern that a tile could keep
         zero_points = packing.pack(zero_points[0]), packing.pack(zero_points[1])

@@ -18,19 +18,9 @@ from quantwm_core.errors import ShapeError
 from quantwm_core.methods.oscar import SHARES, hadamard
 from quantwm_kernels.affine import AffineCode
 from quantwm_kernels.triton import packing, scales
-from quantwm_kernels.triton.transform_sealing import (
-    Arrays,
-    Rows,
-    Stored,
-    fit,
-    kept_rows,
-    normalised,
-    power_of_two,
-    projector,
-    residuals,
-    store,
-    streams_at_once,
-)
+from quantwm_kernels.triton.basis import Rows, Stored, fit, kept_rows, normalised, projector, store
+from quantwm_kernels.triton.layer import Arrays
+from quantwm_kernels.triton.transform_sealing import power_of_two, residuals, streams_at_once
 
 
 def encode_channels(values: Tensor, size: int) -> AffineCode:

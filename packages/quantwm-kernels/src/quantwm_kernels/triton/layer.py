@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,6 +32,9 @@ def of_pair(first, second, stream, per_tensor):
 
 Pair = tuple[Tensor, Tensor]
 """A result of both tensors of a layer, each in memory of its own; twice the same where there is but one tensor."""
+
+Arrays = dict[str, Tensor]
+"""Storage of one sealed tensor, by name."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,14 @@ class Layer:
             torch.empty((self.per_tensor, *shape), dtype=dtype, device=self.first.device) for _ in range(self.tensors)
         ]
         return parts[0], parts[-1]
+
+    def by_tensor(self, named: Mapping[str, Pair]) -> list[Arrays]:
+        """Pairs ``[streams of a tensor, ...]`` as arrays ``[B, H, ...]`` of each tensor."""
+        streams = self.first.shape[:2]
+        return [
+            {name: pair[tensor].view(*streams, *pair[tensor].shape[1:]) for name, pair in named.items()}
+            for tensor in range(self.tensors)
+        ]
 
     def split(self, launch: Launch, streams: int | None = None) -> tuple[int, int]:
         """Tokens per piece, whole tiles, and pieces of a stream, so that about as many programs run as ``launch`` wants.

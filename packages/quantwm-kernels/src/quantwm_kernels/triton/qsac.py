@@ -15,9 +15,10 @@ from quantwm_core.errors import ParameterError, ShapeError
 from quantwm_kernels.codebook import Metric
 from quantwm_kernels.launch import LAUNCHES, on_device
 from quantwm_kernels.qsac import choice_shape
-from quantwm_kernels.triton import affine, codebook
+from quantwm_kernels.triton import codebook
 from quantwm_kernels.triton.arithmetic import magnitude_bits, scaled
 from quantwm_kernels.triton.grid import NARROW, both_halves, range_of
+from quantwm_kernels.triton.groups import group_sizes
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Pair, of_pair, rows_of
 
@@ -128,7 +129,7 @@ def choose_layer(
     choose_kernel[layer.streams, pieces](
         *layer.source, found, *frame.stored, weights, frame.exponent, *index, largest, magnitudes, layer.tokens, per_piece,
         frame.centroids, found.shape[-1], first_ranks, second_ranks, layer.channels, group_size,
-        *affine.group_sizes(layer.channels, group_size), **launch.options,
+        *group_sizes(layer.channels, group_size), **launch.options,
     )  # fmt: skip
     return index, largest
 

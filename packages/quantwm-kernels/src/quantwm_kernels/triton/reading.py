@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantwm_kernels.launch import next_power_of_two, on_device
-from quantwm_kernels.reading import Batch
+from quantwm_kernels.reading_batches import Batch
 from quantwm_kernels.recipe import VECTOR_NBYTES, Field, Recipe
 from quantwm_kernels.triton.clustered import FOUR_BITS
 from quantwm_kernels.triton.kernel import kernel

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import cast
 
@@ -29,15 +29,12 @@ from torch import Tensor
 
 from quantwm_core import affine as core_affine
 from quantwm_core import basis, methods
-from quantwm_core import codebook as core_codebook
 from quantwm_core.chunk import SHARED
-from quantwm_core.clustered import TABLE_SCALES
-from quantwm_core.errors import DeviceError, ParameterError
-from quantwm_core.integer_table import EXACT_BITS
+from quantwm_core.errors import DeviceError
 from quantwm_core.methods.bf16 import BF16Method
 from quantwm_core.methods.kivi import Kivi
 from quantwm_core.methods.oscar import Oscar
-from quantwm_core.methods.quantwm import WARM_ITERATIONS, QuantWM
+from quantwm_core.methods.quantwm import QuantWM
 from quantwm_core.methods.qvg import QVG
 from quantwm_core.methods.rtn import RoundToNearest
 from quantwm_core.transform_method import TransformMethod
@@ -45,24 +42,10 @@ from quantwm_kernels.chunk import SealedTensor
 from quantwm_kernels.launch import on_device, ranks
 from quantwm_kernels.sealing import Asked, Draft, PendingTensors, Status
 from quantwm_kernels.statistics import QueryMoment
-from quantwm_kernels.triton import (
-    affine,
-    baselines,
-    codebook,
-    integer_table,
-    packing,
-    psac,
-    qsac,
-    replay,
-    rounding,
-    statistics,
-    symmetric,
-    transform_sealing,
-)
-from quantwm_kernels.triton.affine import Projection, Residual
-from quantwm_kernels.triton.layer import Layer, Pair
+from quantwm_kernels.triton import affine, baselines, codebook, packing, replay, statistics, transform_sealing
+from quantwm_kernels.triton.clustered_sealing import seal_quantwm, seal_qvg, warm_table
+from quantwm_kernels.triton.layer import Arrays, Layer
 
-Arrays = dict[str, Tensor]
 STATUS = "status"
 
 
@@ -111,7 +94,7 @@ def _replays(jobs: Sequence[Asked]) -> bool:
 
 def _replayed(jobs: Sequence[Asked], moment: QueryMoment | None) -> replay.Made:
     """As :func:`_launched`, from a recording if there is one."""
-    tables = [_warm(job) for job in jobs]
+    tables = [warm_table(job) for job in jobs]
     mean = [] if moment is None else [moment.mean]
     inputs = [*(job.values for job in jobs), *mean, *(table for table in tables if table is not None)]
 
@@ -133,16 +116,16 @@ def _replayed(jobs: Sequence[Asked], moment: QueryMoment | None) -> replay.Made:
 def _alike(first: Asked, second: Asked) -> bool:
     """Whether two tensors can share launches."""
     same = first.method == second.method and first.shape == second.shape
-    return same and (_warm(first) is None) == (_warm(second) is None)
+    return same and (warm_table(first) is None) == (warm_table(second) is None)
 
 
 def _group(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) -> Sequence[Arrays]:
     """Arrays of tensors that are sealed alike, in order."""
     match jobs[0].method:
         case QuantWM():
-            return _quantwm(jobs, moment, status)
+            return seal_quantwm(jobs, moment, status)
         case QVG():
-            return _qvg(jobs, status)
+            return seal_qvg(jobs, status)
     layer = Layer.of(*(job.exact for job in jobs))
     torch.amax(codebook.magnitudes_of(layer), dim=1, out=status[Status.MAGNITUDE])
     match jobs[0].method:
@@ -205,213 +188,14 @@ def _check_wide(job: Asked, magnitude: Tensor) -> None:
         magnitude.copy_(largest.view(torch.int32) & torch.iinfo(torch.int32).max)
 
 
-def _warm(job: Asked) -> Tensor | None:
-    """Codebook of the unit before, if it may be used, is whole and fits."""
-    method, previous = job.method, job.previous
-    if not isinstance(method, QuantWM) or not method.warm_start or previous is None:
-        return None
-    batch, heads, tokens, channels = job.shape
-    table = previous.arrays.get("centroids")
-    if table is not None and table.dtype is not torch.bfloat16:
-        scales = previous.arrays.get(TABLE_SCALES)
-        table = None if scales is None else integer_table.decode(table, scales)
-    if table is None or tuple(table.shape) != (batch, heads, _rows(method, tokens), channels):
-        return None
-    if table.device != job.values.device:
-        raise DeviceError(
-            f"{job.label}: a warm start from a unit on {table.device}, the tensor is on {job.values.device}; "
-            "move one to the other"
-        )
-    return table
-
-
-def _rows(method: QuantWM | QVG, tokens: int) -> int:
-    """Centroids of a unit."""
-    bits = method.centroid_bits if isinstance(method, QuantWM) else EXACT_BITS
-    return min(tokens, method.centroids or core_codebook.default_size(tokens, bits))
-
-
-def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) -> list[Arrays]:
-    method = cast("QuantWM", jobs[0].method)
-    batch, heads, tokens, channels = jobs[0].shape
-    group = core_affine.default_group_size(channels) if method.group_size is None else method.group_size
-    core_affine.check_group_size(channels, group)
-    keys = jobs[0].kind == "keys"
-    if keys and method.rank > channels:
-        raise ParameterError(f"quantwm rank {method.rank}: need at most {channels}, the head dimension")
-    layer = Layer.of(*(job.exact for job in jobs))
-    known = moment if keys else None
-    begun = _now(layer.first.device)
-    weights, metric = _metric(layer, method, known, status)
-    warm = [table.flatten(0, 1) for table in map(_warm, jobs) if table is not None]
-    rows = _rows(method, tokens)
-    frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None)
-    coded = codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations, method.centroid_bits)
-    candidates = min(method.candidates, rows) if keys else 1
-    # Behind the rounds, whose launches a device is waiting for, but not after them.
-    directions = _Directions(known.mean, method.rank, begun) if known is not None and method.rank else None
-    nearest = codebook.rank(frame, candidates, 1)
-    index, largest = qsac.choose_layer(frame, nearest, group, weights, candidates, 1, status[Status.MAGNITUDE])
-    along = None if directions is None else Projection.onto(directions.matrix(), tokens)
-    fed_back = None
-    if known is not None and method.rounding == "feedback":
-        found = (None, None) if directions is None or along is None else (directions.basis, along.matrix)
-        fed_back = rounding.feedback(known.mean, *found)
-    residual = Residual(index, frame.stored)
-    codes = affine.encode_layer(layer, group, largest, residual, along, method.scale_candidates, fed_back)
-    arrays = _clustered((batch, heads), codes, index, _tables(layer, frame.stored, coded), len(jobs))
-    if directions is not None and along is not None:
-        non_zero = status[Status.NON_ZERO, : layer.per_tensor]
-        scales, steps = psac.quantize(
-            along.coefficients, along.peaks, directions.energies.flatten(0, 1), channels, method.threshold, non_zero,
-            method.coefficient_bits,
-        )  # fmt: skip
-        scales = scales.view(batch, heads, method.rank)
-        arrays[0] |= {"basis": directions.basis, "coefficient_scales": scales, "coefficients": steps}
-    return arrays
-
-
-class _Directions:
-    """Principal directions of a moment, found on a stream of their own while k-means runs.
-
-    Few programs take long over them, so they would leave a device idle.
-
-    Args:
-        mean: FP32 ``[B, H, D, D]``.
-        rank: How many.
-        begun: Behind what they are found; None where there is no device.
-
-    Attributes:
-        basis, energies: As :func:`quantwm_kernels.triton.statistics.principal_basis` returns them.
-    """
-
-    def __init__(self, mean: Tensor, rank: int, begun: torch.cuda.Event | None) -> None:
-        self._stream = None
-        if begun is not None:
-            self._stream = _beside(mean.device)
-            self._stream.wait_event(begun)
-        with torch.cuda.stream(self._stream):
-            self.basis, self.energies = statistics.principal_basis(mean, rank)
-            self._matrix = psac.projection_of(self.basis.flatten(0, 1))
-
-    def matrix(self) -> Tensor:
-        """FP32 ``[S, D, r]`` to project on; whatever is launched from here on may use basis and energies, too."""
-        if self._stream is not None:
-            caller = torch.cuda.current_stream(self.basis.device)
-            caller.wait_stream(self._stream)
-            for each in (self.basis, self.energies, self._matrix):
-                each.record_stream(caller)
-        return self._matrix
-
-
-def _now(device: torch.device) -> torch.cuda.Event | None:
-    """An event of the current stream of a CUDA device."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which directions are found; one of its own while launches are recorded, which nobody else may use."""
-    return torch.cuda.Stream(device) if torch.cuda.is_current_stream_capturing() else _usual_beside(device)
-
-
-@cache
-def _usual_beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def _metric(layer: Layer, method: QuantWM, moment: QueryMoment | None, status: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Channel weights ``[S, D]`` of the residual ranges, and the metric of all streams; values have none."""
-    weights = torch.ones((layer.streams, layer.channels), dtype=torch.float32, device=layer.first.device)
-    if moment is None or not method.uses_queries("keys"):
-        return weights, None
-    own = layer.per_tensor
-    mean = moment.mean.contiguous()
-    uniform = method.metric == "uniform"
-    # The status is written with the sensitivity, and PSAC relies on it whatever the metric is.
-    sensitivity = torch.empty_like(weights[:own]) if uniform else weights[:own]
-    statistics.write_sensitivity(mean, sensitivity, status[Status.MOMENT, :own])
-    if uniform:
-        return weights, None
-    if method.metric == "diagonal":
-        return weights, weights
-    identity = torch.eye(layer.channels, dtype=torch.float32, device=mean.device)
-    full = identity.expand(layer.streams, -1, -1).clone()
-    full[:own] = statistics.normalised(mean).flatten(0, 1)
-    return weights, full
-
-
-def _tables(layer: Layer, stored: Pair, coded: tuple[Tensor, Tensor] | None) -> dict[str, Pair]:
-    """What is kept of the codebooks of both tensors: themselves, or their integers and scales."""
-    if coded is None:
-        return {"centroids": stored}
-    own = layer.per_tensor
-    pairs = [(part[:own].clone(), part[-own:].clone()) for part in coded]  # a tensor keeps nothing of another alive
-    return dict(zip(("centroids", TABLE_SCALES), pairs, strict=True))
-
-
-def _clustered(
-    streams: tuple[int, int],
-    codes: affine.Codes,
-    index: Pair,
-    tables: Mapping[str, Pair],
-    count: int,
-) -> list[Arrays]:
-    """Arrays of each tensor, streams as batch and heads."""
-    return _by_tensor(streams, {**codes._asdict(), "index": index, **tables}, count)
-
-
-def _by_tensor(streams: tuple[int, int], named: Mapping[str, tuple[Tensor, Tensor]], count: int) -> list[Arrays]:
-    """Pairs of both tensors as arrays of each, streams as batch and heads."""
-    return [
-        {name: pair[tensor].view(*streams, *pair[tensor].shape[1:]) for name, pair in named.items()}
-        for tensor in range(count)
-    ]
-
-
-def _qvg(jobs: Sequence[Asked], status: Tensor) -> list[Arrays]:
-    method = cast("QVG", jobs[0].method)
-    batch, heads, tokens, channels = jobs[0].shape
-    group = core_affine.default_group_size(channels) if method.group_size is None else method.group_size
-    core_affine.check_group_size(channels, group)
-    layer = Layer.of(*(job.exact for job in jobs))
-    rows = _rows(method, tokens)
-    named: dict[str, tuple[Tensor, Tensor]] = {}
-    for stage in range(method.stages):
-        suffix = f"_{stage + 1}" if stage else ""
-        frame = codebook.begin(layer, rows, None, None)
-        codebook.refine(frame, method.iterations)
-        magnitudes = None if stage else status[Status.MAGNITUDE]
-        index, largest = qsac.choose_layer(frame, codebook.rank(frame, 1, 1), group, None, 1, 1, magnitudes)
-        named |= {f"index{suffix}": index, f"centroids{suffix}": frame.stored}
-        residual = Residual(index, frame.stored)
-        if stage + 1 < method.stages:
-            layer = _subtracted(layer, residual)
-    code: Mapping[str, tuple[Tensor, Tensor]]
-    if method.quantizer == "affine":
-        code = affine.encode_layer(layer, group, largest, residual)._asdict()
-    else:
-        code = symmetric.encode_layer(layer, group, residual)._asdict()
-    return _by_tensor((batch, heads), {**code, **named}, len(jobs))
-
-
-def _subtracted(layer: Layer, residual: Residual) -> Layer:
-    """What a stage of centroids leaves, FP32."""
-    parts = []
-    for tensor, index, stored in zip((layer.first, layer.second), residual.index, residual.stored, strict=True):
-        rows = index.long()[..., None].expand(-1, -1, layer.channels)
-        parts.append(tensor.float() - stored.float().gather(1, rows).view(tensor.shape))
-    return Layer.of(*parts[: layer.tensors])
-
-
 def _rtn(jobs: Sequence[Asked], layer: Layer) -> list[Arrays]:
     method = cast("RoundToNearest", jobs[0].method)
-    batch, heads, _, channels = jobs[0].shape
-    size = method.group(channels)
+    size = method.group(layer.channels)
     if method.granularity == "channel":
         return [baselines.encode_channels(job.exact, size)._asdict() for job in jobs]
-    core_affine.check_group_size(channels, size)
+    core_affine.check_group_size(layer.channels, size)
     codes = affine.encode_layer(layer, size, affine.largest_ranges(layer, size))
-    return _by_tensor((batch, heads), codes._asdict(), len(jobs))
+    return layer.by_tensor(codes._asdict())
 
 
 def _kivi(job: Asked) -> Arrays:

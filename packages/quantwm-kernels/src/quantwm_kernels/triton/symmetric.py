@@ -10,10 +10,11 @@ import triton.language as tl
 from quantwm_core.affine import check_group_size
 from quantwm_core.packing import packed_size
 from quantwm_kernels.launch import LAUNCHES, ceil_div
-from quantwm_kernels.triton.affine import Residual, as_e4m3, group_sizes, store_codes
 from quantwm_kernels.triton.grid import least_rounding_to, mirrored
+from quantwm_kernels.triton.groups import as_e4m3, group_sizes, store_codes
 from quantwm_kernels.triton.kernel import kernel
 from quantwm_kernels.triton.layer import Layer, Pair, of_pair, rows_of
+from quantwm_kernels.triton.residual import Residual
 from quantwm_kernels.triton.scales import E4M3_MAX, e4m3_bits, e4m3_number
 
 

@@ -1,33 +1,32 @@
 """Sealing with a transform code on a GPU: all streams of a tensor together, in torch operations on FP64 up to the coefficients.
 
-Formulas stand in :mod:`quantwm_core.transform` and :mod:`quantwm_core.basis`. How many directions a stream has differs, so
-rows are padded with zeros to the most. How many bits they get is decided on the host, which therefore waits: this runs
-when the unit is waited for, not when it is begun.
+Formulas stand in :mod:`quantwm_core.transform_plan`. How many bits directions get is decided on the host, which therefore
+waits: this runs when the unit is waited for, not when it is begun.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quantwm_core import allocation, basis
+from quantwm_core import allocation
 from quantwm_core.allocation import BLOCK
-from quantwm_core.transform import Allocate
+from quantwm_core.transform_plan import Allocate
 from quantwm_kernels.triton import directions
+from quantwm_kernels.triton.basis import Rows, Stored, fit, flattened, kept_rows, normalised, projector, store
+from quantwm_kernels.triton.layer import Arrays
 
-Arrays = dict[str, Tensor]
 MOST_WIDE = 1 << 25
 """FP64 elements of residuals that are in memory at once: 256 MiB."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Streams that are to be coded; see :class:`quantwm_core.transform.Source`.
+    """Streams that are to be coded; see :class:`quantwm_core.transform_plan.Source`.
 
     Attributes:
         values: BF16 ``[S, N, D]``.
@@ -57,35 +56,9 @@ class Sources:
         return torch.cat([part.to(torch.float32) for part in parts])
 
 
-class Rows(NamedTuple):
-    """Directions of streams: FP64 ``[S, R, D]``, zero beyond the count of each stream."""
-
-    rows: Tensor
-    counts: Sequence[int]
-
-    @classmethod
-    def first(cls, rows: Tensor, counts: Sequence[int]) -> Rows:
-        """The first rows of each stream, as many as ``counts`` says."""
-        taken = cls(rows[:, : max(counts)], counts)
-        return taken._replace(rows=taken.rows * taken.known[..., None])
-
-    @property
-    def known(self) -> Tensor:
-        """Bool ``[S, R]``: which rows are of directions."""
-        counts = torch.tensor(self.counts, device=self.rows.device)
-        return torch.arange(self.rows.shape[1], device=self.rows.device) < counts[:, None]
-
-
-class Stored(NamedTuple):
-    """A basis as it is stored, and its rows."""
-
-    arrays: Arrays
-    rows: Rows
-
-
 @dataclass(frozen=True)
 class Plans:
-    """How streams are coded in a basis; see :class:`quantwm_core.transform.Plan`.
+    """How streams are coded in a basis; see :class:`quantwm_core.transform_plan.Plan`.
 
     Attributes:
         order: int64 ``[S, K]``, padded.
@@ -140,16 +113,6 @@ def sources_of(values: Tensor, metrics: Tensor | None, damp: float) -> Sources:
     return Sources(flat, scaled_means, exponents, covariance, damped, loudness)
 
 
-def normalised(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`quantwm_core.basis.normalised` of streams ``[.., D, D]``: FP64 ``[S, D, D]`` and ``[S]``."""
-    channels = moments.shape[-1]
-    wide = moments.reshape(-1, channels, channels).double()
-    average = wide.diagonal(dim1=1, dim2=2).mean(1)
-    known = (average > 0)[:, None, None]
-    identity = torch.eye(channels, dtype=torch.float64, device=moments.device)
-    return torch.where(known, wide / torch.where(known, average[:, None, None], 1.0), identity), average
-
-
 def residuals(values: Tensor, scaled_means: Tensor, exponents: Tensor) -> Iterator[Tensor]:
     """FP64 ``[few, N, D]``: values over ``2**exponents`` without their means, a few streams at a time."""
     scales = power_of_two(-exponents)
@@ -170,44 +133,6 @@ def power_of_two(exponents: Tensor) -> Tensor:
     [0.125, 1.0, 1.393796574908164e+42]
     """
     return (exponents.to(torch.int64) + 1023 << 52).view(torch.float64)
-
-
-def fit(covariance: Tensor, metric: Tensor) -> Tensor:
-    """Rows ``[S, D, D]`` that whiten the metric and decorrelate the covariance, largest energy first."""
-    energies, vectors = torch.linalg.eigh(metric)
-    root = torch.maximum(energies, basis.RIDGE * energies[:, -1:]).sqrt()[:, None]
-    whiten, restore = (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
-    rows = (restore @ torch.linalg.eigh(whiten @ covariance @ whiten).eigenvectors.flip(2)).mT
-    largest = rows.gather(2, rows.abs().argmax(2, keepdim=True))
-    return rows * torch.where(largest < 0, -1.0, 1.0)
-
-
-def store(rows: Rows, shape: tuple[int, int]) -> Stored:
-    """Round rows to INT8."""
-    scales = (rows.rows.abs().amax(2) / basis.ROW_MAX).to(torch.float32).bfloat16()
-    step = scales.double()[..., None]
-    whole = (rows.rows / torch.where(step > 0, step, torch.inf)).round().clamp(-basis.ROW_MAX, basis.ROW_MAX)
-    blocks = torch.tensor([count // BLOCK for count in rows.counts], dtype=torch.uint8).view(shape)
-    parts = (_flat(whole.to(torch.int8), rows.counts), _flat(scales, rows.counts), blocks.to(scales.device))
-    return Stored(dict(zip(basis.PARTS, parts, strict=True)), Rows(whole * step, rows.counts))
-
-
-def kept_rows(arrays: Mapping[str, Tensor]) -> Stored:
-    """The basis of a sealed tensor; its arrays are handed on as they are."""
-    whole, scales, blocks = (arrays[part] for part in basis.PARTS)
-    counts = [BLOCK * count for count in blocks.flatten().tolist()]
-    wide = _padded(whole.double() * scales.double()[:, None], counts)
-    return Stored({part: arrays[part] for part in basis.PARTS}, Rows(wide, counts))
-
-
-def projector(rows: Rows, metric: Tensor) -> Tensor:
-    """``[S, R, D]`` that makes of a vector its coefficients, zero for rows that are none."""
-    weighted = rows.rows @ metric
-    gram = weighted @ rows.rows.mT
-    known = rows.known
-    trace = gram.diagonal(dim1=1, dim2=2).sum(1, keepdim=True)
-    ridge = basis.RIDGE * trace / known.sum(1, keepdim=True).clamp(min=1)
-    return torch.linalg.solve(gram + torch.diag_embed(torch.where(known, ridge, 1.0)), weighted)
 
 
 def plans_of(sources: Sources, rows: Rows, allocate: Allocate) -> Plans:
@@ -246,8 +171,8 @@ def encode(sources: Sources, plans: Plans, shape: tuple[int, int]) -> Arrays:
     return {
         "codes": directions.packed(coefficients, table, steps, plans.blocks.tolist()),
         "blocks": torch.from_numpy(plans.blocks).to(device).view(*shape, 3),
-        "order": _flat(plans.order.to(torch.uint8), plans.rows.counts),
-        "steps": _flat(loud, plans.rows.counts),
+        "order": flattened(plans.order.to(torch.uint8), plans.rows.counts),
+        "steps": flattened(loud, plans.rows.counts),
         "means": means.view(*shape, -1),
     }
 
@@ -295,16 +220,3 @@ def _fitted(sources: Sources, allocate: Allocate, shape: tuple[int, int]) -> tup
 
 def _by_block(energies: np.ndarray) -> np.ndarray:
     return np.asarray(energies.reshape(-1, BLOCK).sum(axis=1))
-
-
-def _flat(padded: Tensor, counts: Sequence[int]) -> Tensor:
-    """The first elements of each stream, one stream behind the other."""
-    return torch.cat([part[:count] for part, count in zip(padded, counts, strict=True)])
-
-
-def _padded(flat: Tensor, counts: Sequence[int]) -> Tensor:
-    """Inverse of :func:`_flat`, zeros in between."""
-    padded = flat.new_zeros(len(counts), max(counts), *flat.shape[1:])
-    for part, own in zip(padded, flat.split(list(counts)), strict=True):
-        part[: len(own)] = own
-    return padded
