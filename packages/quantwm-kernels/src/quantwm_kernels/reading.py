@@ -26,7 +26,7 @@ from quantwm_kernels.launch import LAUNCHES, Launch, check_available, processors
 from quantwm_kernels.recipe import GROUPED, PRODUCTS, Field, Form, Recipe, Row, Steps
 
 if TYPE_CHECKING:
-    from quantwm_kernels.attention_passes import Pass
+    from quantwm_kernels.attention_passes import PlannedPasses
 
 _TABLES = 1024
 NARROW, FEW_DIRECTIONS = 128, 16
@@ -150,7 +150,7 @@ class ReadPlan:
         }
         texts = [(each.chunk.keys.specification, each.chunk.values.specification, *each[1:3]) for each in self.pieces]
         self.specification = json.dumps(texts)
-        self.tables: dict[Hashable, tuple[Pass, ...]] = {}
+        self.tables: dict[Hashable, PlannedPasses] = {}
         self._launch = launch
         self._planned: Planned | None = None
 
