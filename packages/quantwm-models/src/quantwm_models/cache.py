@@ -97,7 +97,7 @@ class LayerCache(Holding):
             self._learning = Learning(self.scheme, turning)
             self.observers = list(checked_observers(observers))
         self._settings = Stream(self.scheme.chunks_per_seal, self.scheme.recent_tokens, sink, window)
-        self.layer = layer
+        self._layer = layer
         self.attention = attention
         self._workspace = Workspace() if workspace is None else workspace
         self._workspace.reserve(window or 0)
@@ -143,7 +143,8 @@ class LayerCache(Holding):
             DomainError: An older chunk that is due holds NaN, Inf or numbers beyond 2**60. On a GPU the call after this one may
                 be the one that raises it, of whichever layer shares the workspace; the cache at fault, which the message
                 names, is then what it was before this call.
-            StateError, DeviceError: A tensor requires grad, or lives where no implementation serves it.
+            StateError, DeviceError: A tensor requires grad, or lives where no implementation serves it, or apart from the queries
+                before.
         """
         self.workspace.confirm()
         with self._located:
@@ -236,7 +237,7 @@ class LayerCache(Holding):
 
         Raises:
             StateError: Nothing was appended yet, or the queries require grad.
-            ShapeError, DtypeError: They do not fit the keys.
+            ShapeError, DtypeError, DeviceError: They do not fit the keys, or live elsewhere.
             DomainError: On a CPU, they hold NaN, Inf or numbers too large. A GPU finds out when a unit is sealed with them:
                 that seal raises it, and every later one, for their moment cannot be repaired and a rebuild keeps it. Only
                 :meth:`clear` or :meth:`restart` forgets it.
@@ -266,7 +267,8 @@ class LayerCache(Holding):
 
         Raises:
             StateError: The scheme looks ahead, which takes the positions of queries; or the mean requires grad.
-            DeviceError, DtypeError: It is no :class:`quantwm_kernels.statistics.QueryMoment` of FP32 where one is served.
+            DeviceError, DtypeError: It is no :class:`quantwm_kernels.statistics.QueryMoment` of FP32 where one is served, or lives
+                apart from the keys.
             ShapeError: The streams or the channels are not those of the keys.
             ParameterError: It is not of a whole number of queries above 0.
             DomainError: On a CPU, it holds NaN, Inf or a negative number on the diagonal. A GPU finds out when a unit is sealed
