@@ -55,7 +55,8 @@ def explained(advise: Callable[[], str]) -> Iterator[None]:
     """Turn an error of PyTorch, a GPU's or a CPU's, or of NumPy, which seals on a CPU, into one that says what would fit.
 
     Raises:
-        CacheMemoryError: Memory ran out inside; it is an ``OutOfMemoryError``, too, for hosts that catch that.
+        CacheMemoryError: Memory ran out inside; it is an ``OutOfMemoryError`` and a ``MemoryError``, too, for hosts that
+            catch those.
     """
     try:
         yield
