@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantwm_core.chunk import KINDS
-from quantwm_core.errors import FormatError
+from quantwm_core.errors import FormatError, ShapeError
 from quantwm_core.method import scheme
 from quantwm_core.stream import Stream
 from quantwm_eval.experiment import MethodChoice
@@ -21,6 +21,7 @@ from quantwm_eval.true_shapes.plan import Plan
 from quantwm_eval.true_shapes.rebuilding import Rebuilding
 from quantwm_eval.true_shapes.shape import Shape
 from quantwm_eval.true_shapes.stack import Stack
+from quantwm_eval.true_shapes.timing import timed
 from quantwm_models import attach
 from tests.eval.live_bytes import LiveMemory
 
@@ -256,6 +257,22 @@ def test_presets_run_in_small_and_a_method_that_is_not_for_a_shape_has_its_line(
     assert "not for this shape" in rows[1]
     assert "qvg:group_size=48: not for this shape: " in printed.err
     assert "group size 48 does not fit head dimension 64" in printed.err
+
+
+def test_an_error_after_the_first_sealed_unit_is_none_of_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan("causal_forcing", tiny=True, steps=1, frames=45)
+
+    def broken(stack: Stack, number: int, *told: Any, **more: Any) -> dict[str, list[float]]:
+        if number == fails:
+            raise ShapeError("broken")
+        return timed(stack, number, *told, **more)
+
+    monkeypatch.setattr(measure, "timed", broken)
+    fails = 0
+    assert measure._tried(plan, plan.build(), "bf16", scheme("bf16")).refused == "broken"
+    fails = 3
+    with pytest.raises(ShapeError, match="broken"):
+        measure._tried(plan, plan.build(), "bf16", scheme("bf16"))
 
 
 def test_lines_of_something_else_are_refused(tmp_path: Path) -> None:

@@ -113,7 +113,10 @@ CALLS: dict[str, tuple[Callable[[], Call], ...]] = {
     "project_error": (lambda: Call(_psac(0.0).arguments[:2]),),
     "encode_psac": (lambda: _psac(0.0), lambda: _psac(1.0), lambda: _psac(0.0, bits=4)),
     "decode_psac": (lambda: _decode_psac(0.0), lambda: _decode_psac(1.0), lambda: _decode_psac(0.0, bits=4)),
-    "attend": (lambda: Call((normal(1, 4, 5, 8), normal(1, 2, 7, 8), normal(1, 2, 7, 8, seed=1))),),
+    "attend": (
+        lambda: Call((normal(1, 4, 5, 8), normal(1, 2, 7, 8), normal(1, 2, 7, 8, seed=1))),
+        lambda: Call((normal(1, 4, 5, 8), normal(1, 2, 7, 8), normal(1, 2, 7, 6, seed=1))),
+    ),
     "attend_packed": (
         lambda: _attend_packed("rtn", "quantwm"),
         lambda: _attend_packed("klt", "bf16", rotated=True),

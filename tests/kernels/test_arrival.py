@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,8 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quantwm_core.method import scheme
-from quantwm_kernels import arrival, reading, reading_batches, reading_launches
+from quantwm_kernels import arrival, packed_attention, reading, reading_batches, reading_launches, triton
 from quantwm_kernels.arrival import Arrival
+from quantwm_kernels.attention_passes import PlannedPasses
 from quantwm_kernels.methods import seal_chunk
 from quantwm_kernels.reading import Piece, ReadPlan
 
@@ -75,6 +77,59 @@ def test_a_captured_stream_waits_for_nothing(streams: list[Stream], monkeypatch:
     tables.expect()
     assert not streams[1].waited
     assert not table.readers
+
+
+class Attending:
+    """Attention on a GPU that nobody has, over a plan whose tables are noted, as is what streams waited for."""
+
+    def __init__(self, streams: list[Stream]) -> None:
+        self.streams = streams
+        self.tables: list[Table] = []
+        self.launched: list[list[Event]] = []
+        self.plan = ReadPlan([Piece(seal_chunk(scheme("bf16"), *torch.ones(2, 1, 1, 4, 8)), 0, 4, 0)])
+
+    def passes(self, *_: object) -> tuple[SimpleNamespace]:
+        self.tables.append(Table())
+        return (SimpleNamespace(table=self.tables[-1]),)
+
+    def attend(self, made: tuple[SimpleNamespace], *_: object, **__: object) -> None:
+        assert [each.table for each in made] == self.tables
+        self.launched.append([*self.streams[-1].waited])
+
+    def __call__(self) -> None:
+        with FakeTensorMode():
+            queries: Tensor = torch.empty(1, 1, 3, 8, dtype=torch.bfloat16, device=torch.device("cuda", 0))
+            packed_attention.run(queries, self.plan, [], (1, 1, 8, 8), 1.0)
+
+
+@pytest.fixture
+def attending(streams: list[Stream], monkeypatch: pytest.MonkeyPatch) -> Attending:
+    made = Attending(streams)
+    monkeypatch.setattr(triton, "attention", made, raising=False)  # which needs Triton
+    monkeypatch.setattr(packed_attention, "passes", made.passes)
+    monkeypatch.setattr(packed_attention, "processors", lambda _: 1)
+    return made
+
+
+def test_attention_on_another_stream_waits_for_the_tables_and_keeps_them(attending: Attending) -> None:
+    attending()
+    attending.streams.append(Stream())
+    attending()
+    first, other = attending.launched
+    assert not first
+    assert [event.recorded for event in other] == [attending.streams[0]]
+    assert [table.readers for table in attending.tables] == [[attending.streams[1]]]
+
+
+def test_tables_that_graphs_captured_are_kept_once(attending: Attending, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: set[PlannedPasses] = set()
+    monkeypatch.setattr(packed_attention, "_captured", captured)
+    attending()
+    assert not captured
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    attending()
+    attending()
+    assert captured == set(attending.plan.tables.values())
 
 
 @pytest.mark.usefixtures("streams")

@@ -271,6 +271,19 @@ def test_a_moment_that_does_not_fit_is_refused(
         methods._begin(asked, moment) if launched else methods.seal(method, "keys", VALUES, moment, label="unit 5")
 
 
+@pytest.mark.parametrize("name", ["quantwm", "klt", "bf16"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
+def test_a_moment_of_no_queries_is_refused_as_by_the_reference(number: float, name: str) -> None:
+    wrong = moments()[0]
+    wrong.mean[1, 2, 3, 3] = number
+    chosen = core_method.scheme(name)
+    with pytest.raises(DomainError, match="unit 5, query moment: "):
+        chosen.seal(to_numpy(VALUES), to_numpy(VALUES), CoreMoment(to_numpy(wrong.mean), 100), label="unit 5")
+    with pytest.raises(DomainError, match="unit 5, keys, query moment: "):
+        methods.seal_chunk(chosen, VALUES, VALUES, wrong, label="unit 5")
+    assert methods.seal(chosen.values, "values", VALUES, wrong).shape == VALUES.shape
+
+
 def test_what_does_not_fit_together_is_refused() -> None:
     quantwm = core_method.scheme("quantwm")
     with pytest.raises(ShapeError, match=r"unit 5: keys .* and values"):

@@ -28,7 +28,9 @@ from quantwm_kernels.bridge import to_numpy
 from quantwm_kernels.chunk import SealedChunk
 from quantwm_kernels.statistics import QueryMoment, second_moment
 from quantwm_models import CacheObserver, LayerCache, Offload, Workspace
+from quantwm_models import cache as cache_module
 from quantwm_models.attending import AttentionPath
+from quantwm_models.geometry import exact_chunk
 from tests.models.chunks import bits, chunk, fill, normal, snapshot
 
 METHODS = methods.names()
@@ -574,6 +576,39 @@ def test_a_moment_that_does_not_fit_the_keys_is_refused() -> None:
     for shape in ((1, 3, 16, 16), (2, 2, 16, 16), (1, 2, 8, 8)):
         with pytest.raises(ShapeError, match=r"moment: got .*need \(1, 2, 16, 16\)"):
             cache.observe_moment(QueryMoment(torch.zeros(shape), 1))
+    assert snapshot(cache) == before
+
+
+ELSEWHERE = torch.device("cuda", 1)
+
+
+def test_queries_that_live_apart_from_the_keys_are_refused_when_they_come() -> None:
+    cache = LayerCache("quantwm", layer=3)
+    cache.append(*chunk(0))
+    assert cache.geometry is not None
+    cache._geometry = cache.geometry._replace(device=ELSEWHERE)
+    before, queries = snapshot(cache), normal(1, 2, 8, 16)
+    with pytest.raises(DeviceError, match="layer 3: queries on cpu, the keys on cuda:1; move one to the other"):
+        cache.observe(queries)
+    with pytest.raises(
+        DeviceError, match="layer 3: moment of queries on cpu, the keys on cuda:1; move one to the other"
+    ):
+        cache.observe_moment(second_moment(queries, 2))
+    assert snapshot(cache) == before
+
+
+def test_keys_that_live_apart_from_the_queries_before_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = LayerCache("quantwm", layer=3)
+    cache.foresee(normal(1, 2, 8, 16))
+    before = snapshot(cache)
+
+    def moved(*arguments: Any, **settings: Any) -> tuple[Any, ...]:
+        keys, values, geometry = exact_chunk(*arguments, **settings)
+        return keys, values, geometry._replace(device=ELSEWHERE)
+
+    monkeypatch.setattr(cache_module, "exact_chunk", moved)
+    with pytest.raises(DeviceError, match="layer 3: queries that came before on cpu, the keys on cuda:1"):
+        cache.append(*chunk(0))
     assert snapshot(cache) == before
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,14 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 
 def exhausted(*_: object, **__: object) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+
+def exhausted_numpy(*_: object, **__: object) -> Any:
+    return np.empty(2**60, np.uint8)
+
+
+def exhausted_pinning(*_: object, **__: object) -> Any:
+    raise RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.")
 
 
 CALLS: dict[str, Callable[[LayerCache], object]] = {
@@ -62,12 +71,15 @@ def test_a_cpu_runs_out_of_memory_too_and_nothing_else_is_taken_for_that(monkeyp
         assert type(other.value) is RuntimeError
 
 
-def test_a_unit_that_cannot_be_sealed_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ends", [exhausted, exhausted_numpy, exhausted_pinning])
+def test_a_unit_that_cannot_be_sealed_stays_as_it_is(
+    ends: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = LayerCache("quantwm", offload=Offload())
     fill(cache, 3)
     before = snapshot(cache)
     with monkeypatch.context() as patch:
-        patch.setattr("quantwm_models.settling.begin_chunk", exhausted)
+        patch.setattr("quantwm_models.settling.begin_chunk", ends)
         with pytest.raises(CacheMemoryError) as caught:
             cache.seal()
     assert "offload=True" not in str(caught.value)

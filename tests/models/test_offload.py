@@ -16,6 +16,7 @@ from quantwm_kernels.methods import seal_chunk
 from quantwm_kernels.recipe import VECTOR_NBYTES
 from quantwm_kernels.sealing import forget_recordings
 from quantwm_models import CacheReport, LayerCache, Offload, Workspace, attach
+from quantwm_models import offload as offload_module
 from quantwm_models.packed import in_block, layout, packed, packed_nbytes
 from tests.models.chunks import bits, chunk, fill, normal, snapshot
 from tests.models.longcat_host import LongCatVideoPipeline
@@ -209,6 +210,41 @@ def test_a_host_has_its_units_in_host_memory_by_option() -> None:
     assert memories[0] is None
     assert memories[1] is not None
     assert reports[1].staging_nbytes == memories[1].nbytes > 0
+
+
+class Stream:
+    """A stream that notes what is done when its next work begins."""
+
+    def __init__(self) -> None:
+        self.done: set[str] = set()
+
+    def wait_event(self, event: "Event") -> None:
+        self.done |= event.done
+
+
+class Event:
+    """An event that notes what was done when it was recorded."""
+
+    def __init__(self) -> None:
+        self.done: set[str] = set()
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.done = set() if stream is None else set(stream.done)
+
+
+def test_the_next_units_wait_for_readers_on_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = {name: Stream() for name in ("first", "second", "copies")}
+    slot = offload_module._Slot(torch.device("cpu"))
+    monkeypatch.setattr(slot, "_filled", Event())
+    monkeypatch.setattr(slot, "_read", Event())
+    for name in ("first", "second"):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _, name=name: streams[name])
+        slot.wait()
+        streams[name].done.add(name)
+        slot.release()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams["copies"])
+    slot.fill([])
+    assert streams["copies"].done == {"first", "second"}
 
 
 # What only a GPU can show.

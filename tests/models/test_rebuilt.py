@@ -104,9 +104,16 @@ def test_observers_are_told_of_a_rebuild_as_of_its_steps() -> None:
     assert witness.told[:4] == [("sealed", 0, 16), ("sealed", 16, 32), ("evicted", 0, 16), ("sealed", 32, 48)]
 
 
-@pytest.mark.parametrize("tokens", [[], [48, 1], [16, 16]])
-def test_other_tokens_than_the_history_has_are_refused(tokens: list[int]) -> None:
-    with pytest.raises(ShapeError, match=r"keys: got \(1, 2, 48, 16\), need .* tokens|chunks of \[\]"):
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([], r"chunks of \[\] tokens; need whole numbers above 0"),
+        ([48, 1], r"keys: got \(1, 2, 48, 16\), need .* of 49 tokens, \[48, 1\]"),
+        ([16, 16], r"keys: got \(1, 2, 48, 16\), need .* of 32 tokens, \[16, 16\]"),
+    ],
+)
+def test_other_tokens_than_the_history_has_are_refused(tokens: list[int], message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
         rebuild(LayerCache("bf16"), *history(0), tokens)
 
 

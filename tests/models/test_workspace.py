@@ -225,8 +225,8 @@ def test_reports_of_layers_add_up() -> None:
     assert CacheReport().ratio == CacheReport().ratio_with_active == 1.0
 
 
-@pytest.mark.parametrize("name", ["workspace", "offload"])
-def test_what_reads_go_through_is_not_replaced(name: str) -> None:
+@pytest.mark.parametrize("name", ["workspace", "offload", "layer"])
+def test_what_reads_go_through_and_files_name_is_not_replaced(name: str) -> None:
     cache = LayerCache("rtn")
     fill(cache, 3)
     before = [bits(each) for each in cache.read()]

@@ -24,6 +24,7 @@ MODULES = {
 }
 # What exists only because tensors do.
 WITHOUT_NAMESAKE = {
+    "array_shapes": "what a kernel must know of a sealed tensor",
     "attention_passes": "many units in one launch",
     "arrival": "NumPy has no streams",
     "bridge": "crosses between torch and NumPy",

@@ -103,11 +103,16 @@ def test_what_a_launch_returns_launches_the_same_again(compiler: Compiler) -> No
 
 def test_a_launch_that_a_hook_stops_is_no_binary(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, tensor = kernels.Kernel(compiler), on_device(4)
+    constants = (64, 32) if kernels._TAKES_CONSTANTS else ()
     with monkeypatch.context() as patch:
         patch.setattr(Compiler, "__getitem__", lambda *_: lambda *_, **__: None)
-        kernel[2,](tensor, 7, 0.5, 64, TILE=32)()
-    kernel[2,](tensor, 7, 0.5, 64, TILE=32)
+        again = kernel[2,](tensor, 7, 0.5, 64, TILE=32)
+        again()
+    assert (compiler.compiled, compiler.launched) == (0, [])
+    again()
     assert (compiler.compiled, compiler.launched) == (1, [])
+    again()
+    assert compiler.launched == [((2, 1, 1), tensor.data_ptr(), 7, 0.5, *constants)]
 
 
 def test_an_argument_elsewhere_is_refused(compiler: Compiler) -> None:

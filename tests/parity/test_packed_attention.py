@@ -134,8 +134,8 @@ def check(
 
 def parts_of(plan: ReadPlan) -> list[int]:
     """Among how many programs each pass divides the tokens."""
-    (passes,) = plan.tables.values()
-    return [each.parts for each in passes]
+    (planned,) = plan.tables.values()
+    return [each.parts for each in planned.expected()]
 
 
 @pytest.mark.parametrize(
@@ -283,6 +283,17 @@ def test_tensors_of_any_strides(device: torch.device) -> None:
     check(device, normal(1, 4, 32, 5, seed=8).transpose(2, 3), [unit])
 
 
+def tokens_first_and_channels_apart(queries: Tensor) -> Tensor:
+    """The same queries in memory that no kernel reads as it is."""
+    return torch.stack([queries.transpose(1, 2)] * 2, dim=-1)[..., 0].transpose(1, 2)
+
+
+def test_the_output_is_laid_out_as_a_graph_that_is_compiled_is_told(device: torch.device) -> None:
+    queries = tokens_first_and_channels_apart(normal(1, 4, 7, 32, seed=8))
+    attended, _ = check(device, queries, [simple_piece()])
+    assert attended.output.stride() == packed_attention.output_like(queries, 32).stride() == (896, 32, 128, 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_number_formats_are_rounded_first(device: torch.device, dtype: torch.dtype) -> None:
     queries = torch.randn(1, 2, 3, 32, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -395,8 +406,8 @@ def test_it_waits_for_nothing_and_allocates_no_keys(gpu: torch.device) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     judge(attended, plain)
-    (passes,) = plan.tables.values()
-    partial = sum(each.parts for each in passes) * queries.numel() * 5 if passes[0].parts > 1 else 0
+    parts = parts_of(plan)
+    partial = sum(parts) * queries.numel() * 5 if parts[0] > 1 else 0
     assert torch.cuda.max_memory_allocated() - before <= 2 * (queries.nbytes + queries.numel() // 8 + partial) + 8192
 
 
@@ -438,8 +449,9 @@ def test_opcheck_of_attend_packed(gpu: torch.device) -> None:
     ]
     # The schema check compares inputs with allclose, which E4M3 does not have.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    arguments = (queries, sealed, list(plain), plan.specification, 0.1)
-    torch.library.opcheck(torch.ops.quantwm.attend_packed.default, arguments, test_utils=checks)
+    for asked in (queries, tokens_first_and_channels_apart(queries)):
+        arguments = (asked, sealed, list(plain), plan.specification, 0.1, False)
+        torch.library.opcheck(torch.ops.quantwm.attend_packed.default, arguments, test_utils=checks)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from torch import Tensor
 from quantwm_core import methods as core_methods
 from quantwm_core.chunk import KINDS, Kind
 from quantwm_core.chunk import SealedTensor as CoreTensor
+from quantwm_core.clustered import TABLE_SCALES
 from quantwm_core.errors import DeviceError, DtypeError, FormatError, StateError
 from quantwm_core.method import decode_tensor
 from quantwm_kernels import reading_batches, reading_launches
@@ -258,16 +259,17 @@ def test_channels_that_no_vector_divides(device: torch.device, channels: int) ->
         launch(device, [Read(keys, 2, 20, 1)], [Read(values, 0, 21)])
 
 
+def shifted_by_one(tensor: Tensor) -> Tensor:
+    """The same numbers in memory that begins one of them later than memory does."""
+    block = tensor.new_zeros(tensor.numel() + 1)
+    block[1:] = tensor.reshape(-1)
+    return block[1:].view(tensor.shape)
+
+
 def test_memory_that_no_vector_fits(device: torch.device) -> None:
     unit = strategies.unit(("normal", "channels"), 5, 40, 64)
     sealed = SealedTensor.from_core(seal("quantwm", "keys", unit, queries=1)).to(device)
-
-    def moved(tensor: Tensor) -> Tensor:
-        block = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=device)
-        block[1:] = tensor.reshape(-1)
-        return block[1:].view(tensor.shape)
-
-    shifted = replace(sealed, arrays={name: moved(tensor) for name, tensor in sealed.arrays.items()})
+    shifted = replace(sealed, arrays={name: shifted_by_one(tensor) for name, tensor in sealed.arrays.items()})
     assert not shifted.row.aligned
     expected = to_torch(decode_tensor(sealed.to("cpu").to_core()).copy())
     for source, width in ((shifted, 64), (sealed, 65), (sealed, 68)):
@@ -276,6 +278,18 @@ def test_memory_that_no_vector_fits(device: torch.device) -> None:
             reading_batches.batches([reading_batches.Part(source.row, 0, 40, 0)], [], device, SMALL), out, out
         )
         assert_close("decoded", out, expected, TOLERANCES["decoded"])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scales_of_centroids_that_no_vector_fits(device: torch.device, bits: int) -> None:
+    unit = strategies.unit(("normal", "channels"), 5, 40, 64)
+    sealed = SealedTensor.from_core(seal("quantwm", "keys", unit, centroid_bits=bits)).to(device)
+    shifted = replace(sealed, arrays={**sealed.arrays, TABLE_SCALES: shifted_by_one(sealed.arrays[TABLE_SCALES])})
+    assert (sealed.row.aligned, shifted.row.aligned) == (True, False)
+    out = poison(1, 2, 40, 64, dtype=torch.bfloat16, device=device)
+    part = reading_batches.Part(shifted.row, 0, 40, 0)
+    reading_launches.run(reading_batches.batches([part], [], device, SMALL), out, out)
+    assert_close("decoded", out, to_torch(decode_tensor(sealed.to("cpu").to_core()).copy()), TOLERANCES["decoded"])
 
 
 def test_a_workspace_whose_channels_lie_apart(device: torch.device) -> None:

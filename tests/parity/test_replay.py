@@ -50,6 +50,10 @@ class Shared:
 
     def __init__(self, pool: object) -> None:
         self.nbytes = 0
+        self.last = self
+
+    def synchronize(self) -> None:
+        """Wait for the last replay, as an event does."""
 
 
 def doubled(inputs: Sequence[Tensor]) -> replay.Made:
@@ -78,6 +82,16 @@ def test_a_call_is_replayed_from_the_second_time_on(counted: type[Counted]) -> N
     recordings.clear()
     assert run(recordings, "a", one) == 6
     assert not replay.pays([one]), "a CPU is never waited for"
+
+
+@pytest.mark.usefixtures("counted")
+def test_memory_is_given_back_once_the_last_replay_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    recordings, known = replay.Recordings(), []
+    monkeypatch.setattr(Shared, "synchronize", lambda _: known.append(len(recordings._seen)))
+    for _ in range(2):
+        run(recordings, "a", torch.ones(3))
+    recordings.clear()
+    assert (known, len(recordings._seen)) == ([1], 0)
 
 
 def test_no_more_is_recorded_than_there_is_room_for(counted: type[Counted], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,13 +34,13 @@ class _Rise(NamedTuple):
     block: int
 
 
-def check_channels(channels: int) -> None:
-    """Raise :class:`ShapeError` for a head dimension that is no whole number of blocks.
+def check_channels(channels: int, name: str = "a transform code") -> None:
+    """Raise :class:`ShapeError` for a head dimension that is no whole number of blocks, as ``name`` needs.
 
     >>> check_channels(128)
     """
     if channels % BLOCK:
-        raise ShapeError(f"head dimension {channels}: a transform code needs a multiple of {BLOCK}")
+        raise ShapeError(f"head dimension {channels}: {name} needs a multiple of {BLOCK}")
 
 
 def budget(bits: float, channels: int) -> int:

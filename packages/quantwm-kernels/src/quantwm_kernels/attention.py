@@ -26,6 +26,15 @@ def logit_shape(queries: Sequence[int], keys: Sequence[int]) -> tuple[int, ...]:
     return (*queries[:-1], keys[-2])
 
 
+def output_shape(queries: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
+    """Shape of what ``[B, Hq, T, D]`` queries make of ``[B, H, N, D']`` values.
+
+    >>> output_shape((1, 8, 100, 64), (1, 2, 30, 32))
+    (1, 8, 100, 32)
+    """
+    return (*queries[:-1], values[-1])
+
+
 def head_shape(logits: Sequence[int]) -> tuple[int, ...]:
     """Shape of one figure per head.
 
@@ -38,7 +47,7 @@ def head_shape(logits: Sequence[int]) -> tuple[int, ...]:
 @torch.library.custom_op("quantwm::attend", mutates_args=())
 def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     result = core.attend(to_numpy(queries, "queries"), to_numpy(keys, "keys"), to_numpy(values, "values"))
-    return owned(result, queries.shape)
+    return owned(result, output_shape(queries.shape, values.shape))
 
 
 @_attend.register_kernel("cuda")
@@ -51,8 +60,8 @@ def _(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 @_attend.register_fake
 def _(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    del keys, values
-    return queries.new_empty(queries.shape, dtype=torch.float32)
+    del keys
+    return queries.new_empty(output_shape(queries.shape, values.shape), dtype=torch.float32)
 
 
 @torch.library.custom_op("quantwm::attention_logits", mutates_args=())
@@ -133,8 +142,8 @@ def _(exact: Tensor, approximate: Tensor) -> Tensor:
 def attend(
     queries: Float[Tensor, "batch query_heads queries channels"],
     keys: Float[Tensor, "batch heads tokens channels"],
-    values: Float[Tensor, "batch heads tokens channels"],
-) -> Float32[Tensor, "batch query_heads queries channels"]:
+    values: Float[Tensor, "batch heads tokens value_channels"],
+) -> Float32[Tensor, "batch query_heads queries value_channels"]:
     """Dense, unmasked softmax attention, FP32; grouped query heads share the KV head they belong to.
 
     Raises:

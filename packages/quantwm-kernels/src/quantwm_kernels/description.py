@@ -6,16 +6,16 @@ A kernel follows addresses: what is checked here cannot lead it out of an array.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import gcd, prod
+from math import gcd
 
 import torch
 from torch import Tensor
 
-from quantwm_core import allocation, methods, packing, psac
+from quantwm_core import allocation, methods
 from quantwm_core.allocation import BLOCK, token_bytes
 from quantwm_core.chunk import Parameter
 from quantwm_core.clustered import TABLE_SCALES
-from quantwm_core.errors import DeviceError, DtypeError, FormatError, StateError
+from quantwm_core.errors import DeviceError, FormatError, StateError
 from quantwm_core.integer_table import EXACT_BITS
 from quantwm_core.method import Method
 from quantwm_core.methods.bf16 import BF16Method
@@ -25,6 +25,7 @@ from quantwm_core.methods.quantwm import PSAC_PARTS, SPARSE_PARTS, QuantWM
 from quantwm_core.methods.qvg import QVG
 from quantwm_core.methods.rtn import RoundToNearest
 from quantwm_core.packing import CODES_PER_BYTE
+from quantwm_kernels.array_shapes import check_array, expected_arrays, stage_suffix
 from quantwm_kernels.recipe import (
     FEWEST_DIGITS,
     FEWEST_DIRECTIONS,
@@ -40,9 +41,7 @@ from quantwm_kernels.recipe import (
     Steps,
 )
 
-# Shape and number format of arrays by name.
-Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
-_READ_AS_VECTORS = ("exact", "codes", "scales", "centroids", "coefficients", "shared_basis")
+_READ_AS_VECTORS = ("exact", "codes", "scales", "centroid", "coefficients", "shared_basis")
 # Fields named after the arrays that they point to.
 _PSAC_FIELDS = {part: Field[part.upper()] for part in PSAC_PARTS}
 _OTHER_FIELDS = {
@@ -57,8 +56,6 @@ def describe(
     method: str, parameters: Mapping[str, Parameter], shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]
 ) -> Row:
     """Recipe and row of a sealed tensor, after holding every array against the shape it must have.
-
-    A kernel follows addresses: what is checked here cannot lead it out of an array.
 
     Args:
         method: Name of the method that wrote it.
@@ -89,9 +86,9 @@ def describe(
             )
         else:
             recipe = _recipe(methods.get(method, **parameters), shape[3], arrays)
-        expected = _expected(recipe, shape, arrays)
+        expected = expected_arrays(recipe, shape, arrays)
         for name, (tensor_shape, dtype) in expected.items():
-            _check(f"{method} array {name!r}", arrays[name], tensor_shape, dtype)
+            check_array(f"{method} array {name!r}", arrays[name], tensor_shape, dtype)
     except KeyError as error:
         raise FormatError(f"a unit sealed with {method} lacks its array {error}; the file is damaged") from error
     except IndexError as error:
@@ -109,7 +106,7 @@ def describe(
     for name, place in counted:
         words[place] = len(arrays[name]) if name in expected else 0
     for stage in range(recipe.stages):
-        index, centroids = (arrays[f"{part}{_suffix(stage)}"] for part in ("index", "centroids"))
+        index, centroids = (arrays[f"{part}{stage_suffix(stage)}"] for part in ("index", "centroids"))
         scales = arrays[TABLE_SCALES].data_ptr() if TABLE_SCALES in expected else 0
         begin = Field.STAGES + WORDS_PER_STAGE * stage
         words[begin : begin + WORDS_PER_STAGE] = index.data_ptr(), centroids.data_ptr(), centroids.shape[2], scales
@@ -118,11 +115,6 @@ def describe(
         raise DeviceError(f"a unit sealed with {method} is spread over {sorted(map(str, devices))}; move it to one")
     vectors = (arrays[name].data_ptr() for name in expected if name.startswith(_READ_AS_VECTORS))
     return Row(recipe, shape[:2], tuple(words), all(address % VECTOR_NBYTES == 0 for address in vectors), devices.pop())
-
-
-def _suffix(stage: int) -> str:
-    """Name of a stage's arrays behind their part; the first bears none."""
-    return f"_{stage + 1}" if stage else ""
 
 
 def _recipe(method: Method, channels: int, arrays: Mapping[str, Tensor]) -> Recipe:
@@ -167,59 +159,6 @@ def _centroid_bits(arrays: Mapping[str, Tensor]) -> int:
     return {torch.uint8: 4, torch.int8: 8}.get(arrays["centroids"].dtype, EXACT_BITS)
 
 
-def _expected(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
-    """Shape and number format of every array that a recipe reads."""
-    batch, heads, tokens, channels = shape
-    streams = (batch, heads)
-    if recipe.form is Form.EXACT:
-        return {"exact": (shape, torch.bfloat16)}
-    if recipe.form is Form.TRANSFORM:
-        return _expected_transform(shape, arrays)
-    codes: Expected = {"codes": ((*streams, tokens, packing.packed_size(channels)), torch.uint8)}
-    by_token, by_channel = -(-tokens // recipe.group), -(-channels // recipe.group)
-    match recipe.form:
-        case Form.ROTATED:
-            rows = batch * heads * channels
-            rotation: Expected = {
-                "shared_basis": ((rows, channels), torch.int8),
-                "shared_basis_scales": ((rows,), torch.bfloat16),
-                **dict.fromkeys(("shared_basis_blocks", "shared_fitted"), (streams, torch.uint8)),
-            }
-            pair = dict.fromkeys(("scales", "minima"), ((*streams, tokens, by_channel), torch.bfloat16))
-            return codes | pair | rotation
-        case Form.MINMAX:
-            return codes | dict.fromkeys(("scales", "minima"), ((*streams, tokens, by_channel), torch.bfloat16))
-        case Form.CHANNEL_MINMAX:
-            names = ("channel_scales", "channel_minima")
-            return codes | dict.fromkeys(names, ((*streams, channels, by_token), torch.bfloat16))
-    grid = (by_token, channels) if recipe.form is Form.CHANNEL_AFFINE else (tokens, by_channel)
-    expected: Expected = codes | {"scales": ((*streams, *grid), torch.float8_e4m3fn)}
-    if recipe.form is not Form.SYMMETRIC:
-        expected["zero_points"] = ((*streams, packing.packed_size(prod(grid))), torch.uint8)
-        expected["super_scale"] = (streams, torch.float32)
-    for stage in range(recipe.stages):
-        count = arrays[f"centroids{_suffix(stage)}"].shape[-2]
-        expected[f"index{_suffix(stage)}"] = ((*streams, tokens), torch.uint8)
-        expected[f"centroids{_suffix(stage)}"] = _expected_table(recipe, (*streams, max(count, 1)))
-    if recipe.stages and recipe.centroid_bits != EXACT_BITS:
-        expected[TABLE_SCALES] = ((*streams, channels), torch.bfloat16)
-    return expected | _expected_psac(recipe, shape, arrays)
-
-
-def _expected_transform(shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
-    """Of arrays whose lengths :func:`_places` has held against each other."""
-    batch, heads, _, channels = shape
-    coded, rows = (arrays[name].shape[:1] for name in ("order", "shared_basis"))
-    return {
-        "codes": (tuple(arrays["codes"].shape[:1]), torch.uint8),
-        "order": (tuple(coded), torch.uint8),
-        "steps": (tuple(coded), torch.bfloat16),
-        "means": ((batch, heads, channels), torch.bfloat16),
-        "shared_basis": ((*rows, channels), torch.int8),
-        "shared_basis_scales": (tuple(rows), torch.bfloat16),
-    }
-
-
 def _places(method: str, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> tuple[tuple[int, ...], int]:
     """Words of :class:`Place` of every stream, and the most digits of two bits that a token has.
 
@@ -227,7 +166,7 @@ def _places(method: str, shape: tuple[int, int, int, int], arrays: Mapping[str, 
     """
     batch, heads, tokens, _ = shape
     for name, expected in (("blocks", (batch, heads, 3)), ("shared_basis_blocks", (batch, heads))):
-        _check(f"{method} array {name!r}", arrays[name], expected, torch.uint8)
+        check_array(f"{method} array {name!r}", arrays[name], expected, torch.uint8)
     counts, basis = arrays["blocks"].cpu(), arrays["shared_basis_blocks"].cpu()
     words: list[int] = []
     byte, direction, row, most = 0, 0, 0, 0
@@ -257,44 +196,3 @@ def _bytes_together(codes: Tensor, places: tuple[int, ...]) -> int:
 def _padded(count: int, least: int = FEWEST_DIRECTIONS) -> int:
     """Power of two that a matrix unit takes as many directions or digits as."""
     return max(least, 1 << (count - 1).bit_length())
-
-
-def _expected_table(recipe: Recipe, rows: tuple[int, ...]) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and number format of centroids."""
-    match recipe.centroid_bits:
-        case 4:
-            return (*rows, packing.nibble_size(recipe.channels)), torch.uint8
-        case 8:
-            return (*rows, recipe.channels), torch.int8
-    return (*rows, recipe.channels), torch.bfloat16
-
-
-def _expected_psac(recipe: Recipe, shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]) -> Expected:
-    batch, heads, tokens, channels = shape
-    if not recipe.rank:
-        return {}
-    sparse = arrays["bitmap"].shape[0] if recipe.steps is Steps.EITHER else 0
-    nibbles = recipe.steps is Steps.NIBBLES
-    steps = packing.nibble_size(recipe.rank) if nibbles else recipe.rank
-    expected: Expected = {
-        "basis": ((batch, heads, channels, recipe.rank), torch.bfloat16),
-        "coefficient_scales": ((batch, heads, recipe.rank), torch.bfloat16),
-        "coefficients": ((batch * heads - sparse, tokens, steps), torch.uint8 if nibbles else torch.int8),
-    }
-    if recipe.steps is Steps.EITHER:
-        flags = arrays["layout"].shape  # flat, or by batch and head
-        expected["layout"] = (tuple(flags) if prod(flags) == batch * heads else (batch, heads), torch.uint8)
-        expected["bitmap"] = ((sparse, -(-tokens * recipe.rank // 8)), torch.uint8)
-        expected["sparse_counts"] = ((sparse, -(-tokens // psac.TOKENS_PER_COUNT)), torch.int32)
-        if "sparse_values" in arrays:
-            expected["sparse_values"] = ((arrays["sparse_values"].numel(),), torch.int8)
-    return expected
-
-
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(tensor.shape) != shape:
-        raise FormatError(f"{name}: got shape {tuple(tensor.shape)}, need {shape}")
-    if tensor.dtype != dtype:
-        raise DtypeError(f"{name}: got {tensor.dtype}, need {dtype}")
-    if not tensor.is_contiguous():
-        raise StateError(f"{name}: a kernel reads contiguous arrays only; pass the sealed tensor through .to(device)")

@@ -21,7 +21,7 @@ from quantwm_core.chunk import SealedTensor as CoreTensor
 from quantwm_core.domain import BF16
 from quantwm_core.errors import DeviceError, DtypeError, ShapeError
 from quantwm_core.method import decode_tensor
-from quantwm_kernels.attention_passes import Pass, Plain, passes
+from quantwm_kernels.attention_passes import Plain, PlannedPasses, passes
 from quantwm_kernels.bridge import check_detached, owned, to_numpy
 from quantwm_kernels.chunk import KINDS, SealedChunk, SealedTensor, described
 from quantwm_kernels.launch import LAUNCHES, MOST_ATTENDED_CHANNELS, Launch, processors
@@ -36,9 +36,9 @@ Pair = tuple[Tensor, Tensor]
 MOST_TABLES = 64
 WIDE_CHANNELS = 128
 # A graph replays with the tables it captured, and nobody else would keep those.
-_captured: list[tuple[Pass, ...]] = []
+_captured: set[PlannedPasses] = set()
 # Tables of plans that come to the operator in parts; they hold what their key says, and serve whenever it comes again.
-_tables: dict[Hashable, dict[Hashable, tuple[Pass, ...]]] = {}
+_tables: dict[Hashable, dict[Hashable, PlannedPasses]] = {}
 
 
 class Attended(NamedTuple):
@@ -257,13 +257,14 @@ def run(
     key = (known, wanted, queries.device, rotated, None if launch is None else repr(launch))
     found = plan.tables.get(key)
     if found is None:
-        found = passes(plan.pieces, known, sizes[2:], wanted, queries.device, chosen)
+        made = passes(plan.pieces, known, sizes[2:], wanted, queries.device, chosen)
         if len(plan.tables) >= MOST_TABLES:
             plan.tables.clear()
-        plan.tables[key] = found
+        found = plan.tables[key] = PlannedPasses(made, queries.device)
     if queries.is_cuda and torch.cuda.is_current_stream_capturing():
-        _captured.append(found)
-    return kernels.attend(found, asked, plain, sizes, scale, rotated=rotated)
+        _captured.add(found)
+    output = output_like(queries, sizes[3])  # of the queries as they came: an operator's results are laid out by those
+    return kernels.attend(found.expected(), asked, plain, output, sizes, scale, rotated=rotated)
 
 
 def _consecutive(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from quantwm_kernels.reading_batches import Part, batches
 from quantwm_kernels.reading_launches import Planned
 
 if TYPE_CHECKING:
-    from quantwm_kernels.attention_passes import Pass
+    from quantwm_kernels.attention_passes import PlannedPasses
 
 
 class Piece(NamedTuple):
@@ -79,7 +79,7 @@ class ReadPlan:
         }
         texts = [(each.chunk.keys.specification, each.chunk.values.specification, *each[1:3]) for each in self.pieces]
         self.specification = json.dumps(texts)
-        self.tables: dict[Hashable, tuple[Pass, ...]] = {}
+        self.tables: dict[Hashable, PlannedPasses] = {}
         self._launch = launch
         self._planned: Planned | None = None
 

@@ -3,10 +3,21 @@
 from quantwm_models import snapshot
 from quantwm_models.attach import Attachment, attach
 from quantwm_models.cache import LayerCache
+from quantwm_models.errors import CacheMemoryError
 from quantwm_models.observer import CacheObserver
 from quantwm_models.offload import Offload
 from quantwm_models.report import CacheReport
 from quantwm_models.workspace import Workspace
 
 __version__ = "0.1.0"
-__all__ = ["Attachment", "CacheObserver", "CacheReport", "LayerCache", "Offload", "Workspace", "attach", "snapshot"]
+__all__ = [
+    "Attachment",
+    "CacheMemoryError",
+    "CacheObserver",
+    "CacheReport",
+    "LayerCache",
+    "Offload",
+    "Workspace",
+    "attach",
+    "snapshot",
+]

@@ -110,7 +110,7 @@ class Answering(Holding):
 
         Raises:
             StateError: Nothing was appended yet, or the queries require grad.
-            ShapeError, DtypeError: They do not fit the keys.
+            ShapeError, DtypeError, DeviceError: They do not fit the keys, or live elsewhere.
             DomainError: On a CPU, they hold NaN, Inf or numbers too large. A GPU finds out when a unit is sealed with them:
                 that seal raises it, and every later one, for their moment cannot be repaired and a rebuild keeps it. Only
                 :meth:`clear` or :meth:`quantwm_models.LayerCache.restart` forgets it.
@@ -140,7 +140,8 @@ class Answering(Holding):
 
         Raises:
             StateError: The scheme looks ahead, which takes the positions of queries; or the mean requires grad.
-            DeviceError, DtypeError: It is no :class:`quantwm_kernels.statistics.QueryMoment` of FP32 where one is served.
+            DeviceError, DtypeError: It is no :class:`quantwm_kernels.statistics.QueryMoment` of FP32 where one is served, or lives
+                apart from the keys.
             ShapeError: The streams or the channels are not those of the keys.
             ParameterError: It is not of a whole number of queries above 0.
             DomainError: On a CPU, it holds NaN, Inf or a negative number on the diagonal. A GPU finds out when a unit is sealed

@@ -94,7 +94,7 @@ class LayerCache(Answering):
             self._learning = Learning(self.scheme, turning)
             self.observers = list(checked_observers(observers))
         self._settings = Stream(self.scheme.chunks_per_seal, self.scheme.recent_tokens, sink, window)
-        self.layer = layer
+        self._layer = layer
         self.attention = attention
         self._workspace = Workspace() if workspace is None else workspace
         self._workspace.reserve(window or 0)
@@ -122,7 +122,8 @@ class LayerCache(Answering):
             DomainError: An older chunk that is due holds NaN, Inf or numbers beyond 2**60. On a GPU the call after this one may
                 be the one that raises it, of whichever layer shares the workspace; the cache at fault, which the message
                 names, is then what it was before this call.
-            StateError, DeviceError: A tensor requires grad, or lives where no implementation serves it.
+            StateError, DeviceError: A tensor requires grad, or lives where no implementation serves it, or apart from the queries
+                before.
         """
         self.workspace.confirm()
         with self._located:

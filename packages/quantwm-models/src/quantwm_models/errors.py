@@ -22,7 +22,7 @@ class UnknownHostError(QuantWMError, LookupError):
     """No adapter recognises the object that was to be attached to."""
 
 
-class CacheMemoryError(QuantWMError, torch.OutOfMemoryError):
+class CacheMemoryError(QuantWMError, torch.OutOfMemoryError, MemoryError):
     """There is no memory for what a cache was asked to do; it is as it was before."""
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from quantwm_core.errors import ParameterError
-from quantwm_core.stream import is_whole
 from quantwm_models.attach import Attachment
 from quantwm_models.cache import LayerCache
 from quantwm_models.counter import Counter
@@ -24,7 +23,7 @@ def listed_caches(caches: object) -> list[LayerCache]:
     """Caches that are kept by hand, each once.
 
     Raises:
-        ParameterError: Something is none, there is none, one is there twice, or a layer is no whole number.
+        ParameterError: Something is none, there is none, or one is there twice.
 
     >>> listed_caches([])
     Traceback (most recent call last):
@@ -40,8 +39,6 @@ def listed_caches(caches: object) -> list[LayerCache]:
         cache = each.halves.cache if isinstance(each, Store) else each
         if not isinstance(cache, LayerCache):
             raise ParameterError(f"caches, number {number}: got {each!r}, need a LayerCache or one of its stores")
-        if not is_whole(cache.layer):
-            raise ParameterError(f"caches, number {number}: layer {cache.layer!r}, need a whole number")
         if any(cache is other for other in found):
             raise ParameterError(f"caches, number {number}: layer {cache.layer} came before; name each cache once")
         found.append(cache)

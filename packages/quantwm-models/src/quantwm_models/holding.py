@@ -34,8 +34,8 @@ class Holding(ABC):
     """
 
     scheme: Scheme
-    layer: int
     observers: list[CacheObserver]
+    _layer: int
     _workspace: Workspace
     _offload: Offload | None
     _settings: Stream
@@ -57,6 +57,11 @@ class Holding(ABC):
     @abstractmethod
     def _tell(self, sealings: Sequence[Sealing], gone: Sequence[Span]) -> None:
         """Tell the observers what was sealed and what is not live any more."""
+
+    @property
+    def layer(self) -> int:
+        """Number for messages, observers and files, for as long as the cache lives."""
+        return self._layer
 
     @property
     def workspace(self) -> Workspace:

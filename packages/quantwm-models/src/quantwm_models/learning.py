@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from quantwm_core.errors import ShapeError, StateError
+from quantwm_core.errors import DeviceError, ShapeError, StateError
 from quantwm_core.method import Scheme
 from quantwm_core.rotary import Turning
 from quantwm_kernels.statistics import QueryMoment, merge, second_moment
@@ -51,6 +52,7 @@ class Learning:
         fits = queries.ndim == 4 and queries.shape[0] == batch and (framed or queries.shape[3] == channels)
         if not fits or queries.shape[1] % heads:
             raise ShapeError(f"queries: got {tuple(queries.shape)}, need [{batch}, multiple of {heads}, T, {channels}]")
+        _check_device("queries", queries.device, known)
         if not self._learns:
             return contents
         moment = self._moment(queries, heads, contents.stream.end, contents.queries.newest)
@@ -77,6 +79,7 @@ class Learning:
             batch, heads, channels, _, _ = known
             if shape[:2] != (batch, heads) or not (framed or shape[2:] == (channels, channels)):
                 raise ShapeError(f"moment: got {shape}, need {(batch, heads, channels, channels)}")
+            _check_device("moment of queries", moment.mean.device, known)
         if self.turning is not None:
             raise StateError("a moment of queries has no positions to be turned from; set frames_ahead=0")
         return _counted(contents, moment) if self._learns else contents
@@ -85,7 +88,7 @@ class Learning:
         """Refuse a first chunk that does not fit the queries that came before it.
 
         Raises:
-            ShapeError: No unit could be sealed with their moment.
+            ShapeError, DeviceError: No unit could be sealed with their moment.
         """
         framed = self.key_frame is not None
         for moment in contents.queries.moments:
@@ -95,6 +98,7 @@ class Learning:
                     f"keys of [batch, heads, channels] {list(known[:3])} after queries of {[batch, heads, channels]}, which came "
                     "before them; clear() forgets those, and so does restart()"
                 )
+            _check_device("queries that came before", moment.mean.device, known)
 
     def _moment(self, queries: Tensor, heads: int, end: int, before: QueryMoment | None) -> QueryMoment:
         """Moment of queries of the tokens up to absolute ``end``, and of those before, as it is kept."""
@@ -105,6 +109,12 @@ class Learning:
             raise ShapeError(f"queries of {queries.shape[2]} tokens after {end} came; need those of the newest tokens")
         moment = still_moment(queries, heads, start, self.turning)
         return moment if before is None else merge(before, moment)
+
+
+def _check_device(name: str, device: torch.device, known: Geometry) -> None:
+    """Refuse what lives apart from the keys, of which no unit could be sealed."""
+    if device != known.device:
+        raise DeviceError(f"{name} on {device}, the keys on {known.device}; move one to the other")
 
 
 def _counted(contents: Contents, moment: QueryMoment) -> Contents:

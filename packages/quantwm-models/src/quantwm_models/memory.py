@@ -11,8 +11,8 @@ import torch
 from quantwm_models.errors import CacheMemoryError
 from quantwm_models.report import CacheReport
 
-_OF_A_CPU = re.compile("DefaultCPUAllocator: (can't allocate|not enough) memory")
-"""What is a plain RuntimeError: the first on POSIX, the second on Windows."""
+_RAN_OUT = re.compile("DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA error: out of memory")
+"""What is a plain RuntimeError: of a CPU on POSIX and on Windows, and of memory that is pinned for a GPU."""
 
 
 def free_nbytes(device: torch.device) -> int | None:
@@ -52,17 +52,18 @@ def advice(report: CacheReport, token_nbytes: int, free: int | None, *, offloade
 
 @contextmanager
 def explained(advise: Callable[[], str]) -> Iterator[None]:
-    """Turn PyTorch's error, a GPU's or a CPU's, into one that says what would fit.
+    """Turn an error of PyTorch, a GPU's or a CPU's, or of NumPy, which seals on a CPU, into one that says what would fit.
 
     Raises:
-        CacheMemoryError: Memory ran out inside; it is an ``OutOfMemoryError``, too, for hosts that catch that.
+        CacheMemoryError: Memory ran out inside; it is an ``OutOfMemoryError`` and a ``MemoryError``, too, for hosts that
+            catch those.
     """
     try:
         yield
     except CacheMemoryError:
         raise
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and not _OF_A_CPU.search(str(error)):
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not _RAN_OUT.search(str(error)):
             raise
         raise CacheMemoryError(f"out of memory, and the cache is as it was: {advise()}") from error
 

@@ -200,9 +200,10 @@ class _Slot:
         self.held = _serials(units)
 
     def wait(self) -> None:
-        """Let what is launched next wait for the units."""
-        if self._filled is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._filled)
+        """Let what is launched next wait for the units, and for what reads them on another stream: the next units wait for the last."""
+        for event in (self._filled, self._read):
+            if event is not None:
+                torch.cuda.current_stream(self.device).wait_event(event)
 
     def release(self) -> None:
         """What was launched until now may still read; the next units wait for that."""

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import BFloat16, Bool, Float32, Float64, UInt8
 
 from quantwm_core import basis, minmax, packing, transform
-from quantwm_core.allocation import BLOCK
+from quantwm_core.allocation import check_channels
 from quantwm_core.basis import Basis
 from quantwm_core.chunk import Kind, SealedTensor
 from quantwm_core.domain import BF16, binary_exponent
@@ -72,8 +72,7 @@ class Oscar:
         2.25
         """
         batch, heads, tokens, channels = values.shape
-        if channels % BLOCK:
-            raise ShapeError(f"head dimension {channels}: oscar needs a multiple of {BLOCK}")
+        check_channels(channels, self.name)
         moments, known = _moments(kind, values, moment)
         kept = transform.kept_basis(previous, self.name, (batch, heads), channels, SHARED_PARTS)
         before = previous.arrays["shared_fitted"] if kept is not None and previous is not None else known * np.uint8(0)

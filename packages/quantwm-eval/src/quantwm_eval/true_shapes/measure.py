@@ -79,6 +79,7 @@ def run(plan: Plan, methods: Sequence[MethodChoice], tell: Callable[[str], None]
 
     Raises:
         ParameterError, UnknownNameError: The plan asks for what there is not.
+        ParameterError, ShapeError: A pass failed after units of that shape had been sealed.
         StateError: A result is not finite, or not even the weights fit, or a pass of one layer under the untouched host.
     """
     schemes: dict[str, Any] = {HOST: None}
@@ -121,7 +122,7 @@ def _tried(plan: Plan, stack: Stack, name: str, scheme: Any) -> Measured:
         measured.does_not_fit = _said(error)
         stack.forget()
     except (ParameterError, ShapeError) as error:
-        if scheme is None:
+        if scheme is None or measured.unit_nbytes:  # what was sealed once can be: this is a fault
             raise
         measured.refused = str(error)
         stack.forget()

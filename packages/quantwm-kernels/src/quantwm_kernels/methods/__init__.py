@@ -59,6 +59,8 @@ def _seal(
     known = None
     if moment is not None:
         known = core_statistics.QueryMoment(to_numpy(moment, f"{label}, query moment"), moment_queries)
+        if kind == "keys":
+            core_statistics.check_moment(known.mean, f"{label}, query moment")
     before = SealedTensor(**described(asked["previous"], previous)).to_core() if asked["previous"] else None
     sealed = method.seal(kind, exact, known, before)
     names = method.array_names(kind)

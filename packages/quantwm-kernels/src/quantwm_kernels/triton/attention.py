@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantwm_kernels.attention_passes import WORDS_PER_ENTRY, Leading, Pass
 from quantwm_kernels.launch import LAUNCHES, ceil_div, next_power_of_two, on_device
-from quantwm_kernels.packed_attention import Attended, Pair, output_like
+from quantwm_kernels.packed_attention import Attended, Pair
 from quantwm_kernels.triton.clustered import FOUR_BITS
 from quantwm_kernels.triton.domain import MATRIX_DTYPE
 from quantwm_kernels.triton.kernel import kernel
@@ -146,6 +146,7 @@ def attend(
     passes: Sequence[Pass],
     queries: Tensor,
     plain: Sequence[Pair],
+    output: Tensor,
     sizes: tuple[int, int, int, int],
     scale: float,
     *,
@@ -157,6 +158,7 @@ def attend(
         passes: What to attend to; their tables live where the tensors do and hold the addresses of ``plain``.
         queries: BF16 ``[B, Hq, T, D]`` with consecutive channels.
         plain: Plain keys and values with consecutive channels.
+        output: BF16 ``[B, Hq, T, D of values]`` to write, with consecutive channels.
         sizes: ``(B, H, D of keys, D of values)``.
         scale: Factor of the logits.
         rotated: Whether queries are rotated into the basis of keys that are a transform code.
@@ -167,7 +169,6 @@ def attend(
     batch, heads, _, channels = sizes
     query_heads, count = queries.shape[1:3]
     rows, parts = query_heads // heads * count, sum(each.parts for each in passes)
-    output = output_like(queries, channels)
     log_sum = queries.new_empty((batch, query_heads, count), dtype=torch.float32)
     if rows == 0:
         return Attended(output, log_sum)

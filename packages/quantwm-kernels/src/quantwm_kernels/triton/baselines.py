@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantwm_core.affine import LEVELS
-from quantwm_core.allocation import BLOCK
-from quantwm_core.errors import ShapeError
+from quantwm_core.allocation import check_channels
 from quantwm_core.methods.oscar import SHARES, hadamard
 from quantwm_kernels.affine import AffineCode
 from quantwm_kernels.triton import packing, scales
@@ -78,8 +77,7 @@ def encode_rotated(
         ShapeError: The head dimension is no multiple of eight.
     """
     batch, heads, tokens, channels = values.shape
-    if channels % BLOCK:
-        raise ShapeError(f"head dimension {channels}: oscar needs a multiple of {BLOCK}")
+    check_channels(channels, "oscar")
     flat = values.flatten(0, 1)
     exponents = torch.frexp(flat.abs().amax((1, 2)).float()).exponent
     unmoved = torch.zeros((len(flat), channels), dtype=torch.float64, device=values.device)

@@ -75,7 +75,7 @@ class Kernel:
         if binary is None:
             binary = self.function[grid](*arguments, **options)
             if binary is None:  # a hook of Triton has stopped it
-                return _nothing
+                return partial(self._launch, grid, *arguments, **options)
             self._binaries[known] = binary
         if _TAKES_CONSTANTS:
             passed += constants
@@ -93,10 +93,6 @@ def kernel(**settings: Any) -> Callable[[Callable[..., None]], Kernel]:
         return Kernel(triton.jit(**settings)(source))
 
     return made
-
-
-def _nothing() -> None:
-    """Launch nothing, in place of what was not compiled."""
 
 
 def _kind(value: Any) -> object:

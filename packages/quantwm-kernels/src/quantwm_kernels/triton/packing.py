@@ -11,7 +11,7 @@ from quantwm_core import packing as core
 from quantwm_core.errors import DtypeError, ShapeError
 from quantwm_kernels.launch import LAUNCHES, ceil_div, on_device
 from quantwm_kernels.packing import packed_shape, unpacked_shape
-from quantwm_kernels.triton.kernel import kernel
+from quantwm_kernels.triton.kernel import Kernel, kernel
 
 CODES_PER_BYTE: tl.constexpr = tl.constexpr(core.CODES_PER_BYTE)
 CODE_BITS: tl.constexpr = tl.constexpr(8 // core.CODES_PER_BYTE)
@@ -116,9 +116,9 @@ def unpack_nibbles(packed: Tensor, numbers: int) -> Tensor:
     return wide.flatten(-2)[..., :numbers]
 
 
-def _launch(kernel: triton.JITFunction, name: str, source: Tensor, target: Tensor, codes: int, size: int) -> None:
+def _launch(coder: Kernel, name: str, source: Tensor, target: Tensor, codes: int, size: int) -> None:
     """Launch a kernel with a lane per element of ``target``; nothing to write is no launch."""
     if target.numel():
         launch = LAUNCHES[name]
         grid = (ceil_div(target.numel(), launch.blocks["BLOCK"]),)
-        kernel[grid](source, target, codes, size, target.numel(), **launch.options)
+        coder[grid](source, target, codes, size, target.numel(), **launch.options)

@@ -113,8 +113,10 @@ class Recordings:
             return sum(each.nbytes for each in self._kept.values())
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, once what was replayed in it is done."""
         with self._lock:
+            for kept in self._kept.values():
+                kept.last.synchronize()
             self._seen.clear()
             self._kept.clear()
 
