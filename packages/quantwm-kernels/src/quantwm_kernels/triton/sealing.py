@@ -246,7 +246,8 @@ def _quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tensor) 
     warm = [table.flatten(0, 1) for table in map(_warm, jobs) if table is not None]
     rows = _rows(method, tokens)
     frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None)
-    coded = codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations, method.centroid_bits)
+    rounds = WARM_ITERATIONS if warm else method.iterations
+    coded = codebook.refine(frame, rounds, method.centroid_bits, method.relaxation)
     candidates = min(method.candidates, rows) if keys else 1
     # Behind the rounds, whose launches a device is waiting for, but not after them.
     directions = _Directions(known.mean, method.rank, begun) if known is not None and method.rank else None
