@@ -31,8 +31,10 @@ FRAMES = 64
 METHODS = ("quantwm:centroids=64", "quantwm:preset=sharp:centroids=64")
 STARTS = {
     "ten rounds from nothing": "",
-    "two rounds from nothing": ":iterations=2",
-    "two rounds from the codebook of the history before": ":warm_start=True",
+    "five from nothing": ":iterations=5",
+    "five from nothing, each 1.5 times as far": ":iterations=5:relaxation=1.5",
+    "two from nothing": ":iterations=2",
+    "two from the history before": ":warm_start=True",
 }
 
 

@@ -20,6 +20,14 @@ ALONE = (
     f"{PAPER}:centroid_bits=4:centroids={{few}}",
     f"{PAPER}:warm_start=True",
 )
+ROUNDS = (
+    f"{PAPER}:iterations=5",
+    f"{PAPER}:iterations=5:relaxation=1.5",
+    f"{SHARP}:iterations=5",
+    f"{SHARP}:iterations=5:relaxation=1.5",
+)
+"""Half of the rounds of k-means, and half that go farther."""
+
 WITHOUT = (
     f"{SHARP}:metric=diagonal:candidates=4",
     f"{SHARP}:scale_candidates=1",
@@ -87,5 +95,5 @@ def labels(model: str) -> tuple[str, ...]:
     ablations = (*ALONE, *WITHOUT) if model == "room" else WITHOUT[:3]
     codes = (*TRANSFORMS, *BASES, *AHEAD) if model == "room" else TRANSFORMS
     transforms = tuple(label for label in codes if label.partition(":")[0] in methods.names())
-    wanted = (*BASELINES, PAPER, SHARP, *SMALLER, *ablations, *transforms)
+    wanted = (*BASELINES, PAPER, SHARP, *SMALLER, *ablations, *ROUNDS, *transforms)
     return tuple(dict.fromkeys(label.format(**SIZES[model]) for label in wanted))

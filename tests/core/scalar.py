@@ -132,14 +132,19 @@ def nearest(tokens: Matrix, centroids: Matrix, metric: np.ndarray | None = None)
 
 
 def lloyd(
-    tokens: Matrix, size: int, iterations: int, initial: Matrix | None = None, metric: np.ndarray | None = None
+    tokens: Matrix,
+    size: int,
+    iterations: int,
+    initial: Matrix | None = None,
+    metric: np.ndarray | None = None,
+    relaxation: float = 1.0,
 ) -> list[list[float]]:
     """Centroids of one stream, BF16; sums in FP32 and in the order of the tokens."""
     count = len(tokens)
     size = min(size, count)
     start = [tokens[int((i + 0.5) * count / size)] for i in range(size)] if initial is None else initial
     table = [[F32(value) for value in row] for row in start]
-    for _ in range(iterations):
+    for number in range(iterations):
         index = nearest(tokens, np.array(table), metric)
         for centroid in range(size):
             members = [tokens[token] for token in range(count) if index[token] == centroid]
@@ -149,7 +154,11 @@ def lloyd(
                 total = F32(0)
                 for member in members:
                     total = total + F32(member[channel])
-                table[centroid][channel] = total / F32(len(members))
+                mean = total / F32(len(members))
+                if relaxation != 1 and number < iterations - 1:
+                    before = table[centroid][channel]
+                    mean = before + F32(relaxation) * (mean - before)
+                table[centroid][channel] = mean
     return [[bf16(float(value)) for value in row] for row in table]
 
 

@@ -111,13 +111,50 @@ def test_one_round_is_the_scalar_code_ties_included(
 
 @pytest.mark.parametrize("name", METRICS)
 @pytest.mark.parametrize("seed", range(4))
-def test_many_rounds_are_the_scalar_code(name: str, seed: int) -> None:
+@pytest.mark.parametrize("relaxation", [1.0, 1.5])
+def test_many_rounds_are_the_scalar_code(name: str, seed: int, relaxation: float) -> None:
     unit = strategies.unit(("clusters",), seed, tokens=30, channels=8)
     metric = _metric(name, 1, 8, seed)
-    table = codebook.fit(unit, 5, metric, iterations=5)
+    table = codebook.fit(unit, 5, metric, iterations=5, relaxation=relaxation)
     row_metric = None if metric is None else metric[0, 0]
-    want = scalar.lloyd(unit[0, 0].astype(np.float32), 5, 5, None, row_metric)
+    want = scalar.lloyd(unit[0, 0].astype(np.float32), 5, 5, None, row_metric, relaxation)
     assert_bits("centroids", table[0, 0], np.array(want, BF16))
+
+
+def _objective(unit: np.ndarray, table: np.ndarray, metric: Metric) -> float:
+    """Sum of the squared distances to the nearest centroid."""
+    return float(distances.exact(unit, table, metric).min(axis=-1).sum())
+
+
+@given(
+    strategies.small_units(("normal", "clusters", "offset")),
+    st.sampled_from(METRICS),
+    st.integers(2, 9),
+    st.integers(1, 6),
+    st.floats(1, 1.99),
+)
+def test_no_relaxation_leads_away(unit: np.ndarray, name: str, size: int, rounds: int, relaxation: float) -> None:
+    # What the last rounding to BF16 costs beside.
+    metric = _metric(name, unit.shape[1], unit.shape[3])
+    start = codebook.fit(unit, size, metric, 0)
+    ended = codebook.fit(unit, size, metric, rounds, relaxation=relaxation)
+    rounding = float((np.abs(ended.astype(np.float64)) * 2.0**-8).max() ** 2) * unit.size
+    scale = 1.0 if metric is None else float(np.abs(metric).max()) * (unit.shape[3] if name == "full" else 1)
+    assert _objective(unit, ended, metric) <= _objective(unit, start, metric) * (1 + 1e-5) + scale * rounding
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_four_relaxed_rounds_lead_farther_than_four(name: str) -> None:
+    metric = _metric(name, 4, 64)
+    unit = strategies.unit(("normal",) * 4, 3, tokens=2000, channels=64)
+    lloyd, relaxed = (codebook.fit(unit, 32, metric, 4, relaxation=each) for each in (1.0, 1.5))
+    assert _objective(unit, relaxed, metric) < _objective(unit, lloyd, metric)
+
+
+@pytest.mark.parametrize("relaxation", [0.5, 2.0, -1.0, np.nan, np.inf])
+def test_a_relaxation_that_would_not_converge_is_refused(relaxation: float) -> None:
+    with pytest.raises(ParameterError, match=r"relaxation .*less than 2"):
+        codebook.fit(np.zeros((1, 4, 4), np.float32), 2, relaxation=relaxation)
 
 
 def _objective(unit: np.ndarray, table: np.ndarray, metric: Metric) -> float:

@@ -24,7 +24,7 @@ PARAMETERS: dict[str, list[dict[str, Any]]] = {
         {},
         {"rank": 0, "candidates": 1},
         {"rank": 0, "metric": "uniform", "candidates": 2},
-        {"metric": "full", "rank": 3, "centroids": 5, "candidates": 256, "group_size": 16},
+        {"metric": "full", "rank": 3, "centroids": 5, "candidates": 256, "group_size": 16, "relaxation": 1.75},
         {"metric": "uniform", "iterations": 0},
         {"threshold": 0.5, "warm_start": True},
         {"rounding": "feedback", "rank": 0, "metric": "uniform"},

@@ -45,7 +45,7 @@ class Case:
     kernel: str
     launch: str
     arguments: str
-    constants: Mapping[str, int] = field(default_factory=dict)
+    constants: Mapping[str, float] = field(default_factory=dict)
     variant: str = ""
     architectures: tuple[int, ...] = tuple(SHARED_NBYTES)
 
@@ -138,7 +138,7 @@ def seal(
     scales: str = "*u8",
     largest: str = "*fp32",
     tokens: str = "*bf16",
-    **constants: int,
+    **constants: float,
 ) -> Case:
     """A kernel that seals, on heads of 128 channels and 256 centroids unless ``constants`` say otherwise."""
     module, _, name = kernel.partition(".")
@@ -147,6 +147,7 @@ def seal(
     sizes = {
         "CHANNELS": 128, "BLOCK_D": 128, "BLOCK_C": 256, "GROUP": 64, "GROUPS": 2, "GROUPS_2": 2, "GROUP_2": 64,
         "PIECES": 64, "PLAIN": 0, "METRIC": 1, "RANK": 8, "RANK_2": 16, "BLOCK_K": 32, "CANDIDATES": 1, "FED": 0, "MOST": 127,
+        "RELAXATION": 1.0,
     } | constants  # fmt: skip
     known = SEALED | {"scales": scales, "largest": largest, "first": tokens, "second": tokens}
     types = {each: known.get(each, "i32") for each in names if not each.isupper()}
@@ -217,6 +218,16 @@ CASES = (
             CENTRED=final,
         )
         for metric, final in ((0, 0), (1, 1), (2, 0))
+    ),
+    seal(
+        "frame.table_kernel",
+        "prepare_centroids",
+        variant="relaxed",
+        UPDATE=1,
+        FINAL=0,
+        METRIC=1,
+        CENTRED=0,
+        RELAXATION=1.5,
     ),
     seal(
         "frame.table_kernel",

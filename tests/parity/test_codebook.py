@@ -135,10 +135,30 @@ def test_fit_codebook(device: torch.device, kind: str, name: str) -> None:
         assert tuple(ours.shape) == theirs.shape
         got, want = objective(unit, to_numpy(ours.cpu()), metric), objective(unit, theirs, metric)
         assert np.abs(got / want - 1).max() < OBJECTIVE
-    for rounds in (0, 8):
-        ours = kernels.fit(on(device, unit), 16, on(device, metric), rounds)
+    for rounds, relaxation in ((0, 1.0), (8, 1.0), (4, 1.5)):
+        ours = kernels.fit(on(device, unit), 16, on(device, metric), rounds, relaxation=relaxation)
         got = objective(unit, to_numpy(ours.cpu()), metric)
-        assert (got <= objective(unit, core.fit(unit, 16, metric, rounds), metric) * (1 + 5 * OBJECTIVE)).all()
+        theirs = core.fit(unit, 16, metric, rounds, relaxation=relaxation)
+        assert (got <= objective(unit, theirs, metric) * (1 + 5 * OBJECTIVE)).all()
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_relaxed_round_goes_farther_the_same_way(device: torch.device, name: str) -> None:
+    unit = strategies.unit(("normal", "clusters"), 4, tokens=300, channels=80)
+    _, metric = weights_of(name, 2, 80)
+    frame = kernels.framed(on(device, unit), on(device, core.fit(unit, 16, metric, 0)), on(device, metric))
+    start = frame.table.clone()
+    index = frame.layer.empty(frame.layer.tokens, dtype=torch.uint8)
+    kernels.prepare(frame, None, final=False)
+    kernels.assign(frame, index)
+    update, _ = kernels.add_members(frame, index)
+    tables = []
+    for relaxation in (1.0, 1.5):
+        frame.table.copy_(start)
+        kernels.prepare(frame, update, final=False, relaxation=relaxation)
+        tables.append(frame.table.clone())
+    assert_equal("centroids", tables[1], start + 1.5 * (tables[0] - start))
+    assert not torch.equal(*tables)
 
 
 @settings(EXAMPLES)

@@ -33,29 +33,36 @@ def index_shape(values: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 @torch.library.custom_op("quantwm::fit_codebook", mutates_args=())
-def _fit(values: Tensor, centroids: int, metric: Tensor | None, iterations: int, initial: Tensor | None) -> Tensor:
+def _fit(
+    values: Tensor, centroids: int, metric: Tensor | None, iterations: int, initial: Tensor | None, relaxation: float = 1.0
+) -> Tensor:
     table = core.fit(
         to_numpy(values, "values"),
         centroids,
         None if metric is None else to_numpy(metric, "metric"),
         iterations,
         None if initial is None else to_numpy(initial, "initial centroids"),
+        relaxation,
     )
     return owned(table, table_shape(values.shape, centroids))
 
 
 @_fit.register_kernel("cuda")
-def _(values: Tensor, centroids: int, metric: Tensor | None, iterations: int, initial: Tensor | None) -> Tensor:
+def _(
+    values: Tensor, centroids: int, metric: Tensor | None, iterations: int, initial: Tensor | None, relaxation: float = 1.0
+) -> Tensor:
     check_detached(values, "values")
     check_available("values")
     from quantwm_kernels.triton import codebook as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
 
-    return kernels.fit(values, centroids, metric, iterations, initial)
+    return kernels.fit(values, centroids, metric, iterations, initial, relaxation)
 
 
 @_fit.register_fake
-def _(values: Tensor, centroids: int, metric: Tensor | None, iterations: int, initial: Tensor | None) -> Tensor:
-    del metric, iterations, initial
+def _(
+    values: Tensor, centroids: int, metric: Tensor | None, iterations: int, initial: Tensor | None, relaxation: float = 1.0
+) -> Tensor:
+    del metric, iterations, initial, relaxation
     return values.new_empty(table_shape(values.shape, centroids), dtype=torch.bfloat16)
 
 
@@ -92,6 +99,7 @@ def fit(
     metric: Metric = None,
     iterations: int = 10,
     initial: Float[Tensor, "*streams centroids channels"] | None = None,
+    relaxation: float = 1.0,
 ) -> BFloat16[Tensor, "*streams centroids channels"]:
     """Lloyd's algorithm, all streams side by side, each for itself.
 
@@ -101,6 +109,7 @@ def fit(
         metric: None, ``[*streams, channels]`` or ``[*streams, channels, channels]``, FP32.
         iterations: Rounds of assignment and update, at least 0.
         initial: Warm start, ``[*streams, min(centroids, tokens), channels]``.
+        relaxation: How many times the way to its cluster's mean a centroid goes, 1 (Lloyd's) to below 2.
 
     Returns:
         BF16 ``[*streams, min(centroids, tokens), channels]``.
@@ -111,7 +120,7 @@ def fit(
     >>> fit(torch.tensor([[[0.0], [1.0], [10.0], [11.0]]]), 2).ravel()
     tensor([ 0.5000, 10.5000], dtype=torch.bfloat16)
     """
-    result: Tensor = _fit(values, centroids, metric, iterations, initial)
+    result: Tensor = _fit(values, centroids, metric, iterations, initial, relaxation)
     return result
 
 

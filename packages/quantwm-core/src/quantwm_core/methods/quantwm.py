@@ -5,7 +5,7 @@ error along the top query directions in low-rank INT8 (PSAC). Values: plain k-me
 
 Beyond the paper (ours), at no byte more: scales may be searched (``scale_candidates``), codes chosen with error feedback
 (``rounding``), coefficients stored in INT4 so that there can be twice as many (``coefficient_bits``), and centroids in small
-integers (``centroid_bits``). Preset ``sharp`` is their best combination; the defaults are the paper's.
+integers (``centroid_bits``); and k-means may overshoot, so that fewer rounds do (``relaxation``). Preset ``sharp`` is their best combination; the defaults are the paper's.
 
 What each part is worth can be measured by switching it off: ``rank=0`` leaves QSAC alone; ``metric="uniform",
 candidates=1`` leaves PSAC alone; both together are ``qvg`` with its affine quantizer.
@@ -50,6 +50,8 @@ class QuantWM:
         rounding: How keys are rounded: ``"nearest"``, or ``"feedback"`` for the smallest logit error that PSAC leaves.
         coefficient_bits: Of a PSAC coefficient, 8 or 4.
         centroid_bits: Of an entry of the codebook, 16 (BF16), 8 or 4.
+        relaxation: How far k-means moves a centroid, 1 (to its cluster's mean) to below 2; see
+            :mod:`quantwm_core.codebook`.
     """
 
     centroids: int | None = None
@@ -64,6 +66,7 @@ class QuantWM:
     rounding: str = field(default="nearest", metadata=ADDED)
     coefficient_bits: int = field(default=8, metadata=ADDED)
     centroid_bits: int = field(default=16, metadata=ADDED)
+    relaxation: float = field(default=1.0, metadata=ADDED)
     name = "quantwm"
     recent_tokens = 0
 
@@ -77,10 +80,11 @@ class QuantWM:
         affine.check_scale_candidates(self.scale_candidates)
         psac.check_bits(self.coefficient_bits, self.threshold)
         integer_table.check_bits(self.centroid_bits)
-        if self.candidates < 1 or self.rank < 0 or self.iterations < 0 or not 0 <= self.threshold < math.inf:
+        codebook.check_rounds(self.iterations, self.relaxation)
+        if self.candidates < 1 or self.rank < 0 or not 0 <= self.threshold < math.inf:
             raise ParameterError(
-                f"quantwm candidates {self.candidates}, rank {self.rank}, iterations {self.iterations}, "
-                f"threshold {self.threshold}: need at least 1, 0, 0 and 0"
+                f"quantwm candidates {self.candidates}, rank {self.rank}, threshold {self.threshold}: "
+                "need at least 1, 0 and 0"
             )
 
     def uses_queries(self, kind: Kind) -> bool:
@@ -182,7 +186,8 @@ class QuantWM:
     ) -> tuple[BFloat16[np.ndarray, "batch heads centroids channels"], dict[str, np.ndarray]]:
         """Centroids as they will be decoded, and the arrays that stand for them."""
         iterations = self.iterations if initial is None else WARM_ITERATIONS
-        centroids = codebook.fit(wide, self._size(wide.shape[2]), metric, iterations, initial)
+        size = self._size(wide.shape[2])
+        centroids = codebook.fit(wide, size, metric, iterations, initial, self.relaxation)
         if self.centroid_bits == integer_table.EXACT_BITS:
             return centroids, {}
         codes, scales = integer_table.encode(centroids, self.centroid_bits)

@@ -45,8 +45,9 @@ class QVG:
             raise ParameterError(f"qvg quantizer {self.quantizer!r}: known: {', '.join(QUANTIZERS)}")
         codebook.check_size(self.centroids)
         affine.check_group_multiple(self.group_size)
-        if self.stages < 1 or self.iterations < 0:
-            raise ParameterError(f"qvg stages {self.stages}, iterations {self.iterations}: need at least 1 and 0")
+        codebook.check_rounds(self.iterations)
+        if self.stages < 1:
+            raise ParameterError(f"qvg stages {self.stages}: need at least 1")
 
     def uses_queries(self, kind: Kind) -> bool:
         """No."""

@@ -38,7 +38,8 @@ def seal_quantwm(jobs: Sequence[Asked], moment: QueryMoment | None, status: Tens
     warm = [table.flatten(0, 1) for table in map(warm_table, jobs) if table is not None]
     rows = _rows(method, tokens)
     frame = codebook.begin(layer, rows, metric, torch.cat(warm) if warm else None)
-    coded = codebook.refine(frame, WARM_ITERATIONS if warm else method.iterations, method.centroid_bits)
+    rounds = WARM_ITERATIONS if warm else method.iterations
+    coded = codebook.refine(frame, rounds, method.centroid_bits, method.relaxation)
     candidates = min(method.candidates, rows) if keys else 1
     # Behind the rounds, whose launches a device is waiting for, but not after them.
     directions = Directions(known.mean, method.rank, begun) if known is not None and method.rank else None

@@ -113,8 +113,10 @@ def begin(layer: Layer, centroids: int, metric: Tensor | None, initial: Tensor |
     return frame
 
 
-def refine(frame: Frame, iterations: int, bits: int = EXACT_BITS) -> tuple[Tensor, Tensor] | None:
-    """Rounds of k-means; ends with the codebook as it will be decoded, prepared for :func:`rank`.
+def refine(
+    frame: Frame, iterations: int, bits: int = EXACT_BITS, relaxation: float = 1.0
+) -> tuple[Tensor, Tensor] | None:
+    """Rounds of k-means, over-relaxed but for the last; ends with the codebook as it will be decoded, prepared for :func:`rank`.
 
     Returns:
         Integer codes and scales of all streams where an entry has fewer than 16 ``bits``; see
@@ -128,7 +130,7 @@ def refine(frame: Frame, iterations: int, bits: int = EXACT_BITS) -> tuple[Tenso
         update, added = add_members(frame, index)
         steps.append(added)
         if iterations > 1:  # what is launched again need not be looked at again
-            steps = [*prepare(frame, update, final=False), *steps]
+            steps = [*prepare(frame, update, final=False, relaxation=relaxation), *steps]
             for step in steps[-2:] + steps * (iterations - 2):
                 step()
         prepare(frame, update, final=exact)
@@ -166,12 +168,15 @@ def add_members(frame: Frame, index: Tensor) -> tuple[tuple[Tensor, Tensor], Ste
     return (sums, counts), step
 
 
-def prepare(frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool) -> list[Step]:
+def prepare(
+    frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool, relaxation: float = 1.0
+) -> list[Step]:
     """New centroids from sums and counts, and what the next assignment takes."""
     kind = frame.kind
     if kind is FULL and update is not None:  # a full metric reads whole rows, so they must stand in memory first
-        return [_table(frame, update, UNIFORM, final=False), _table(frame, None, kind, final=final)]
-    return [_table(frame, update, kind, final=final)]
+        moved = _table(frame, update, UNIFORM, final=False, relaxation=relaxation)
+        return [moved, _table(frame, None, kind, final=final)]
+    return [_table(frame, update, kind, final=final, relaxation=relaxation)]
 
 
 def rank(frame: Frame, first_ranks: int, second_ranks: int) -> Tensor:
@@ -191,8 +196,9 @@ def rank(frame: Frame, first_ranks: int, second_ranks: int) -> Tensor:
 
 
 def fit(
-    values: Tensor, centroids: int, metric: Metric = None, iterations: int = 10, initial: Tensor | None = None
-) -> Tensor:
+    values: Tensor, centroids: int, metric: Metric = None, iterations: int = 10, initial: Tensor | None = None,
+    relaxation: float = 1.0,
+) -> Tensor:  # fmt: skip
     """Lloyd's algorithm, all streams side by side; see :func:`quantwm_kernels.codebook.fit`.
 
     Args:
@@ -201,6 +207,7 @@ def fit(
         metric: None, FP32 ``[*streams, channels]`` or ``[*streams, channels, channels]``.
         iterations: Rounds of assignment and update, at least 0.
         initial: Warm start, ``[*streams, min(centroids, tokens), channels]``.
+        relaxation: How many times the way to its cluster's mean a centroid goes, 1 (Lloyd's) to below 2.
 
     Returns:
         BF16 ``[*streams, min(centroids, tokens), channels]``.
@@ -210,15 +217,14 @@ def fit(
         DeviceError: No kernel runs where the values live.
     """
     core.check_size(centroids)
-    if iterations < 0:
-        raise ParameterError(f"{iterations} iterations: need 0 or more")
+    core.check_rounds(iterations, relaxation)
     layer, shape = Layer.of(values), table_shape(values.shape, centroids)
     if initial is not None and tuple(initial.shape) != shape:
         raise ShapeError(f"initial centroids: got shape {tuple(initial.shape)}, need {shape}")
     start = None if initial is None else initial.reshape(layer.streams, *shape[-2:])
     with on_device(values, "values"):
         frame = begin(layer, shape[-2], _flat_metric(metric, values), start)
-        refine(frame, iterations)
+        refine(frame, iterations, relaxation=relaxation)
     return frame.stored[0].view(shape)
 
 
@@ -285,7 +291,9 @@ def _table_launch(name: str, frame: Frame, tables: int) -> Launch:
     return replace(streamed, blocks={**streamed.blocks, "BLOCK_K": min(wide, streamed.blocks["BLOCK_K"])})
 
 
-def _table(frame: Frame, update: tuple[Tensor, Tensor] | None, kind: tl.constexpr, *, final: bool) -> Step:
+def _table(
+    frame: Frame, update: tuple[Tensor, Tensor] | None, kind: tl.constexpr, *, final: bool, relaxation: float = 1.0
+) -> Step:
     launch, channels = LAUNCHES["prepare_centroids"], frame.layer.channels
     sums, counts = (frame.table, frame.bias) if update is None else update
     pieces = 0 if update is None else sums.shape[1]
@@ -294,5 +302,5 @@ def _table(frame: Frame, update: tuple[Tensor, Tensor] | None, kind: tl.constexp
         frame.table, frame.offset, frame.exponent,
         frame.products, frame.table if frame.metric is None else frame.metric, sums, counts, frame.high, frame.low, frame.bias,
         *frame.stored, frame.layer.per_tensor, frame.centroids, pieces, update is not None, final, kind.value,
-        frame.rounds_are_centred, channels, wide, BLOCK_K=min(wide, 32), **launch.options,
+        frame.rounds_are_centred, channels, wide, BLOCK_K=min(wide, 32), RELAXATION=relaxation, **launch.options,
     )  # fmt: skip

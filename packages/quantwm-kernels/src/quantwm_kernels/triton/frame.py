@@ -138,7 +138,7 @@ def table_kernel(
     table, offset, exponent, products, metric, sums, counts, high, low, bias, first_stored, second_stored, per_tensor, centroids,
     pieces,
     UPDATE: tl.constexpr, FINAL: tl.constexpr, METRIC: tl.constexpr, CENTRED: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, RELAXATION: tl.constexpr,
 ):  # fmt: skip
     """New centroids of a block of rows, and their weighted copy and bias for the next assignment."""
     stream = tl.program_id(0).to(tl.int64)
@@ -156,7 +156,8 @@ def table_kernel(
             total += tl.load(sums + part * centroids * CHANNELS + place, mask=inside, other=0.0)
             count += tl.load(counts + part * centroids + row, mask=row < centroids, other=0.0)
         some = tl.broadcast_to(tl.maximum(count, 1.0)[:, None], (ROWS, BLOCK_D))
-        number = tl.where(count[:, None] > 0, tl.div_rn(total, some), number)
+        mean = tl.where(count[:, None] > 0, tl.div_rn(total, some), number)
+        number = mean if RELAXATION == 1 else number + RELAXATION * (mean - number)
         tl.store(table + block + place, number, mask=inside)
     if FINAL:
         exact = to_bf16(number)
