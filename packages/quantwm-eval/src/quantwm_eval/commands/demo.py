@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -77,6 +78,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer:
     """Do it."""
+    with ExitStack() as held:
+        return _run(options, given, tell, held)
+
+
+def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: ExitStack) -> Answer:
     if "threads" in options:
         torch.set_num_threads(options.threads)
     try:
@@ -93,10 +99,11 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         host = DemoHost()
         total = count_chunks(wanted, host)
         folder = output.prepare(getattr(options, "out", None), DEFAULT_OUT, options.overwrite)
+        held.enter_context(ownership.owned(folder))
     except QuantWMError as error:
         return Answer("", f"quantwm demo: {error}", BAD_OPTIONS)
     tell(f"writing into {folder}/")
-    with ownership.owned(folder), tqdm(total=total, unit="chunk", smoothing=0.05, dynamic_ncols=True) as bar:
+    with tqdm(total=total, unit="chunk", smoothing=0.05, dynamic_ncols=True) as bar:
 
         def progress(title: str) -> None:
             bar.set_postfix_str(title, refresh=False)
