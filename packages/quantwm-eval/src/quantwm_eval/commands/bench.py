@@ -85,7 +85,8 @@ def _add_budget(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     told = """\
         Computes, without running anything, what a whole process needs: weights, cache, a pass or the decoder of the VAE,
         and CUDA itself; which cards that fits into; and the longest video whose whole history fits, where the model
-        attends to all of it."""
+        attends to all of it. "tight", and the second number of a range: only if PyTorch's allocator loses less than 3 GiB
+        in pieces, see docs/true-shapes.md."""
     one = kinds.add_parser(
         "budget", description=textwrap.fill(textwrap.dedent(told), 100), help="what fits into a card"
     )
