@@ -94,7 +94,13 @@ def test_time_left_is_told_on_standard_error(
         ("methods = ['rtn']\nscenes = 2\nmetrics = ['pnsr']", "did you mean 'psnr'"),
         ("methods = ['rtn']\nscenes = 2\nmodel = 'demos'", "did you mean 'demo'"),
         ("methods = ['rtn']\nscenes = 2\nframes = 5", "frames 5"),
+        ("methods = ['rtn']\nscenes = -1", "scenes: got 0"),
+        ("methods = ['rtn']\nscenes = [-1]", "scenes -1: need numbers of at least 0"),
+        ("methods = ['rtn']\nscenes = 999999999999", "scenes = 999999999999: need at most 100000"),
+        ("methods = ['rtn']\nscenes = 2\ndegrees = -10", "degrees -10: need at least 1"),
         ("methods = ['rtn'", "not TOML"),
+        (f"scenes = {'9' * 5000}", "not TOML: Exceeds the limit"),
+        (f"scenes = {'[' * 100_000}", "not TOML: "),
     ],
 )
 def test_a_file_that_says_nothing_sensible_is_refused_before_anything_is_written(
@@ -105,6 +111,14 @@ def test_a_file_that_says_nothing_sensible_is_refused_before_anything_is_written
     told = capsys.readouterr()
     assert message in told.err
     assert told.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "folder.toml").mkdir()
+    for name, message in (("absent.toml", "No such file or directory"), ("folder.toml", "Is a directory")):
+        assert cli.main(["eval", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
+        assert f"quantwm eval: {tmp_path / name}: cannot be read: {message}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -252,6 +252,7 @@ def test_the_command_prints_a_table_and_writes_lines(tmp_path: Path, capsys: pyt
             "quantwm:frames_ahead=12: a stack has no table of",
         ),
         (["matrix_game", "--device", "tpu"], "--device tpu: need cpu, cuda or cuda:N"),
+        (["matrix_game", "--device", "cpu:7"], "--device cpu:7: need cpu, cuda or cuda:N"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_it_is_begun(

@@ -15,7 +15,7 @@ from quantwm_core import methods
 from quantwm_core.errors import QuantWMError
 from quantwm_eval import output, ownership, provenance, report
 from quantwm_eval.commands.answer import BAD_OPTIONS, FAILED, Answer, Tell
-from quantwm_eval.commands.arguments import method_list, natural, positive
+from quantwm_eval.commands.arguments import method_list, natural, positive, threads
 from quantwm_eval.demo_host import MOST_SCENES, DemoHost
 from quantwm_eval.experiment import Experiment, with_control
 from quantwm_eval.produce import Product, produce
@@ -63,7 +63,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     one.add_argument("--seed", type=natural, default=0, metavar="N", help="noise")
     one.add_argument("--batch", type=positive, default=4, metavar="N", help="scenes generated together")
     one.add_argument(
-        "--threads", type=positive, default=argparse.SUPPRESS, metavar="N", help="of torch (default: its choice)"
+        "--threads", type=threads, default=argparse.SUPPRESS, metavar="N", help="of torch (default: its choice)"
     )
     one.add_argument(
         "--out",
