@@ -148,7 +148,8 @@ def typing(session: nox.Session) -> None:
     """Check the types of the sources, the tests and this file, strictly."""
     tools = [*group("typing"), *group("test"), *group("eval")]
     install(session, *tools, through="eval", extra="flow")
-    session.run("mypy", *existing("packages/*/src", "tests", "benchmarks", "scripts", "docs/**/*.py", "noxfile.py"))
+    places = ("packages/*/src", "tests", "benchmarks", "scripts", "docs/**/*.py", "noxfile.py", "conftest.py")
+    session.run("mypy", *existing(*places))
 
 
 @nox.session

@@ -1,4 +1,8 @@
-"""Shape annotations are enforced while these tests run: the hook stands before the first import of quantwm_core."""
+"""Shape annotations are enforced while these tests run: the hook stands before the first import of quantwm_core.
+
+Where other tests run in the same process, no conftest.py of theirs may import quantwm_core: pytest reads those of all
+folders that it is told before any test, in the order in which they were told.
+"""
 
 import sys
 
@@ -7,8 +11,11 @@ import jaxtyping
 import pytest
 from jaxtyping import install_import_hook
 
-if "quantwm_core" not in sys.modules:  # else test_annotations.py fails and says so
-    install_import_hook("quantwm_core", "beartype.beartype")
+if "quantwm_core" in sys.modules:
+    raise pytest.UsageError(
+        "quantwm_core was imported before tests/core could have its annotations checked; run it apart"
+    )
+install_import_hook("quantwm_core", "beartype.beartype")
 
 hypothesis.settings.register_profile("core", max_examples=40, deadline=None, derandomize=True, print_blob=False)
 hypothesis.settings.load_profile("core")

@@ -119,6 +119,8 @@ def test_bad_input_ends_a_command_with_two_and_a_message(
         (["--chunk", "4", "--set", "rank=1.5"], "rank 1.5: need int"),
         (["--chunk", "4", "--set", "rank=true"], "rank True: need int"),
         (["--chunk", "4", "--set", "rank=[4]"], "rank [4]: need int"),
+        (["--chunk", "4", "--set", f"rank={'1' * 5000}"], "rank '111"),
+        (["--chunk", "4", "--set", f"rank={'[' * 100_000}"], "rank '[[["),
         (["--chunk", "4", "--set", "rank=33"], "rank 33: need at most 32"),
         (["--chunk", "4", "--set", "centroids=0"], "0 centroids"),
         (["--chunk", "4", "--set", "threshold=NaN"], "threshold nan"),
@@ -287,6 +289,27 @@ def test_only_a_regular_file_is_ever_replaced(
         assert (after.st_ino, stat.S_IFMT(after.st_mode)) == (before.st_ino, stat.S_IFMT(before.st_mode))
     assert other.read_bytes() == b"mine"
     assert not (folder / "absent").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder in which nobody makes files")
+@pytest.mark.parametrize("command", ["compress", "restore"])
+def test_what_cannot_be_written_is_told_before_the_work(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = tmp_path / "absent.safetensors"  # which would be told if it were read
+    chunk = ["--chunk", "8"] if command == "compress" else []
+    assert main([command, str(absent), *chunk, "--out", "/proc/x"]) == 2
+    assert "/proc/x: cannot be written: " in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_is_no_error(dump: Path) -> None:
+    assert main(["compress", str(dump), "--chunk", "8"]) == 0
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "quantwm_core", "inspect", dump.name.replace(".safetensors", ".qwm.safetensors")]
+    with os.fdopen(writer, "wb") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False, cwd=dump.parent)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_input_is_known_by_any_name(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:

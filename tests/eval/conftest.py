@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantwm_eval.lpips import FORMAT
-
 WIDTHS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 TAPPED = (1, 3, 6, 9, 12)
 
 
 @pytest.fixture(scope="session")
 def vgg_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from quantwm_eval.lpips import FORMAT  # not before tests/core/conftest.py
+
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
     before = 3

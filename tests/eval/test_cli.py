@@ -27,6 +27,7 @@ from quantwm_eval.commands import demo
         (["--degrees", "45"], "multiple of 10"),
         (["--chunks-per-seal", "0"], "at least 1"),
         (["--threads", "0"], "at least 1"),
+        (["--threads", "999999999999"], "need at most 4096"),
         (["--seed", "-1"], "at least 0"),
         (["--speed", "9"], "unrecognized arguments"),
     ],

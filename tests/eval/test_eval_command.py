@@ -94,7 +94,13 @@ def test_time_left_is_told_on_standard_error(
         ("methods = ['rtn']\nscenes = 2\nmetrics = ['pnsr']", "did you mean 'psnr'"),
         ("methods = ['rtn']\nscenes = 2\nmodel = 'demos'", "did you mean 'demo'"),
         ("methods = ['rtn']\nscenes = 2\nframes = 5", "frames 5"),
+        ("methods = ['rtn']\nscenes = -1", "scenes: got 0"),
+        ("methods = ['rtn']\nscenes = [-1]", "scenes -1: need numbers of at least 0"),
+        ("methods = ['rtn']\nscenes = 999999999999", "scenes = 999999999999: need at most 100000"),
+        ("methods = ['rtn']\nscenes = 2\ndegrees = -10", "degrees -10: need at least 1"),
         ("methods = ['rtn'", "not TOML"),
+        (f"scenes = {'9' * 5000}", "not TOML: Exceeds the limit"),
+        (f"scenes = {'[' * 100_000}", "not TOML: "),
     ],
 )
 def test_a_file_that_says_nothing_sensible_is_refused_before_anything_is_written(
@@ -105,6 +111,14 @@ def test_a_file_that_says_nothing_sensible_is_refused_before_anything_is_written
     told = capsys.readouterr()
     assert message in told.err
     assert told.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "folder.toml").mkdir()
+    for name, message in (("absent.toml", "No such file or directory"), ("folder.toml", "Is a directory")):
+        assert cli.main(["eval", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
+        assert f"quantwm eval: {tmp_path / name}: cannot be read: {message}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -178,6 +192,76 @@ def test_the_page_is_made_from_what_is_stored(folder: Path, tmp_path: Path, caps
     assert cli.main(["report", str(folder), "--out", str(tmp_path)]) == 2
     assert "add --overwrite" in capsys.readouterr().err
     assert cli.main(["report", str(folder), "--out", str(tmp_path), "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "markdown", "table"])
+def test_every_format_but_the_page_is_written_to_a_file_that_is_asked_for(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    given = ["report", str(folder), "--format", form]
+    assert cli.main(given) == 0
+    printed = capsys.readouterr().out
+    out = tmp_path / f"scores.{form}"
+    assert cli.main([*given, "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert out.read_text(encoding="utf-8") == printed
+    out.write_text("mine")
+    assert cli.main([*given, "--out", str(out)]) == 2
+    assert "exists; name another file, or add --overwrite" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+    assert cli.main([*given, "--out", str(out), "--overwrite"]) == 0
+    assert out.read_text(encoding="utf-8") == printed
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_a_report_is_never_written_over_what_it_is_of(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(before := (folder / "results.jsonl").read_bytes())
+    for name in (path, tmp_path):
+        assert cli.main(["report", str(name), "--format", "csv", "--out", str(path), "--overwrite"]) == 2
+        assert "that is an input itself" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_what_could_not_be_written_after_all_is_printed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("quantwm_eval.output.replaced", full)
+    assert cli.main(["report", str(folder), "--format", "csv", "--out", str(tmp_path / "scores.csv")]) == 1
+    told = capsys.readouterr()
+    assert told.out.startswith("kind,quantity,")
+    assert f"quantwm report: --out {tmp_path / 'scores.csv'}: cannot be written: No space left" in told.err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--format", "csv", "--out", "{tmp}"], "need a file in a folder that exists"),
+        (["--format", "csv", "--out", "{tmp}/absent/scores.csv"], "need a file in a folder that exists"),
+        (["--format", "table", "--out", "{tmp}/" + "x" * 300], "cannot be written: File name too long"),
+        (["--out", "{tmp}/file"], "is a file; name a folder"),
+        (["--out", "{tmp}/file/page"], "cannot be written: Not a directory"),
+        (["--format", "jsonl", "--against", "rtn"], "--against: not for --format jsonl, only for table and csv"),
+        (["--against", "rtn"], "--against: not for --format html"),
+        (["--format", "markdown", "--all"], "--all: not for --format markdown"),
+        (["--format", "csv", "--videos", "{tmp}"], "--videos: not for --format csv, only for html"),
+    ],
+)
+def test_what_a_format_cannot_do_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], message: str
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert cli.main(["report", str(folder), *(word.format(tmp=tmp_path) for word in given)]) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert "Errno" not in told.err
+    assert told.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_results_that_are_not_there_are_bad_options(

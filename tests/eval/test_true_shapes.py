@@ -1,5 +1,6 @@
 """The models' stacks: the bytes of their true shapes, their hosts' protocols, and what is measured of them."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,18 +15,20 @@ from quantwm_core.errors import FormatError, ShapeError
 from quantwm_core.method import scheme
 from quantwm_core.stream import Stream
 from quantwm_eval.experiment import MethodChoice
-from quantwm_eval.true_shapes import budget, measure, shape, table
+from quantwm_eval.latents import frames_of
+from quantwm_eval.true_shapes import budget, budget_table, measure, shape, table
 from quantwm_eval.true_shapes import plan as plan_of
 from quantwm_eval.true_shapes.measure import AGAIN, HOST, run
 from quantwm_eval.true_shapes.plan import Plan
 from quantwm_eval.true_shapes.rebuilding import Rebuilding
-from quantwm_eval.true_shapes.shape import Shape
+from quantwm_eval.true_shapes.shape import BF16_NBYTES, Shape
 from quantwm_eval.true_shapes.stack import Stack
 from quantwm_eval.true_shapes.timing import timed
 from quantwm_models import attach
 from tests.eval.live_bytes import LiveMemory
 
 GIB = 2**30
+LIVE = Path(__file__).parents[2] / "benchmarks" / "results" / "hosts.jsonl"
 QUICK = "quantwm:iterations=1"
 BF16 = MethodChoice("bf16")
 
@@ -154,6 +157,31 @@ def test_a_window_of_two_chunks_is_half_bf16() -> None:
     assert (held.stored + held.exact) / 2**20 == pytest.approx(559, abs=1)
 
 
+def test_a_pass_is_the_most_that_a_live_host_took_in_any_case() -> None:
+    lines = map(json.loads, LIVE.read_text(encoding="utf-8").splitlines())
+    ours = [line for line in lines if not line["case"].startswith("host")]
+    assert {line["host"] for line in ours} == {name for name in shape.names() if Shape.load(name).pass_measured}
+    for name in {line["host"] for line in ours}:
+        model = Shape.load(name)
+        weights = model.layers * model.layer_parameters * BF16_NBYTES
+        most = max(line["peak_nbytes"] - weights - line["cache_nbytes"] for line in ours if line["host"] == name)
+        assert most <= model.pass_nbytes <= 1.001 * most
+
+
+def test_what_the_allocator_may_lose_stands_between_what_fits_and_what_does_not() -> None:
+    head, *rows = budget_table.fitting(("longcat_video",))
+    row = dict(zip(head, next(row for row in rows if row[1:3] == ("2 bits", "FP8")), strict=True))
+    assert 29 < float(row["in all"]) < 32
+    assert [row[f"{card} GB"] for card in budget_table.SMALL_CARDS] == ["-", "tight", "yes"]
+    needs = budget.process(Shape.load("longcat_video"), "480p", 24, scheme("quantwm"), fp8=True)
+    assert row["measured"] == f"{100 * Shape.load('longcat_video').pass_nbytes / needs.total:.0f} %"
+    head, *rows = budget_table.lengths(("longcat_video",))
+    least, most = dict(zip(head, rows[0], strict=True))["48 GB, 2 bits"].split("-")
+    for memory, frames in ((48 * GIB - budget.PIECES_NBYTES, least), (48 * GIB, most)):
+        held = budget.longest(Shape.load("longcat_video"), "480p", memory, scheme("quantwm", chunks_per_seal=2))
+        assert int(frames) == frames_of(held)
+
+
 def test_a_longer_history_fits_and_one_more_chunk_does_not() -> None:
     for name in shape.names():
         model, packed = Shape.load(name), scheme("quantwm", chunks_per_seal=2)
@@ -224,6 +252,7 @@ def test_the_command_prints_a_table_and_writes_lines(tmp_path: Path, capsys: pyt
             "quantwm:frames_ahead=12: a stack has no table of",
         ),
         (["matrix_game", "--device", "tpu"], "--device tpu: need cpu, cuda or cuda:N"),
+        (["matrix_game", "--device", "cpu:7"], "--device cpu:7: need cpu, cuda or cuda:N"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_it_is_begun(

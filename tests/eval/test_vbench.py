@@ -160,10 +160,27 @@ def test_files_are_read_back_and_foreign_ones_refused(tmp_path: Path) -> None:
     scores = Scores({"motion_smoothness": {("walk", 3, "quantwm:rank=2"): 0.5}})
     vbench.save(path, scores)
     assert vbench.load(path) == scores
-    for text in ("{", json.dumps({"format": "x", "version": 1}), json.dumps({"a": 1}), "[]"):
-        path.write_text(text)
-        with pytest.raises(FormatError, match=r"vbench\.json"):
+    known = {"format": vbench.FORMAT, "version": 1}
+    for plain, message in (
+        ({"format": "x", "version": 1, "dimensions": {}}, "format 'x' 1, need 'quantwm-vbench' 1"),
+        ({"a": 1}, "format: got nothing, need a text"),
+        ([], r"got \[\], need an object"),
+        (
+            known | {"dimensions": {"a": [["walk", -3, "rtn", 0.5]]}},
+            r"dimensions.a\[0\]\[1\]: got -3, need a whole number",
+        ),
+        (known | {"dimensions": {"a": [["walk", 3, "rtn"]]}}, r"dimensions.a\[0\]: got .*, need a list of 4"),
+        (
+            known | {"dimensions": {"a": [["walk", 3, "rtn", 0.5]], "b": []}},
+            "b: of other videos than the first dimension",
+        ),
+    ):
+        path.write_text(json.dumps(plain))
+        with pytest.raises(FormatError, match=rf"vbench\.json: .*{message}"):
             vbench.load(path)
+    path.write_text("{")
+    with pytest.raises(FormatError, match=r"vbench\.json: no scores of VBench"):
+        vbench.load(path)
 
 
 def test_a_program_that_is_no_program_is_refused(tmp_path: Path) -> None:

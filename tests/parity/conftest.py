@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from quantwm_kernels.launch import interpreted
 from tests.parity.gate import POISON
 
 
 @pytest.fixture
 def device() -> torch.device:
     """Device of the tensors that launchers are given; without one the test is skipped."""
+    from quantwm_kernels.launch import interpreted  # not before tests/core/conftest.py
+
     if interpreted():
         return torch.device("cpu")
     if not torch.cuda.is_available():

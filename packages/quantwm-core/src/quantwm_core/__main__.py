@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         {"compress": _compress, "restore": _restore, "inspect": _inspect}[options.command](options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # a reader such as head has all that it wants
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, sys.stdout.fileno())  # what is left would be written once more when Python ends
+        os.close(silent)
     except (QuantWMError, OSError) as error:
         print(f"quantwm_core: {error}", file=sys.stderr)
         return 2
@@ -81,17 +87,27 @@ def _restore(options: argparse.Namespace) -> None:
 
 
 def _check_free(out: Path, options: argparse.Namespace) -> None:
-    """Refuse to write over the file that is read, over what is no regular file, over another one unless told to, or nowhere."""
+    """Refuse to write over what is read, what is no regular file, or another file unless told to, or where nothing can be written."""
     if options.out is not None and not out.parent.is_dir():
         raise ParameterError(f"{out}: the folder {out.parent} is not there; make it first, or name another with --out")
     if out.exists() and options.file.exists() and out.samefile(options.file):
         raise ParameterError(f"{out}: that is the input itself; name another file with --out")
+    if out.parent.is_dir():  # otherwise the input is not there either, which is said when it is read
+        _check_writable(out)
     if not os.path.lexists(out):
         return
     if out.is_symlink() or not out.is_file():
         raise ParameterError(f"{out}: exists and is no regular file, which --out never replaces; name another file")
     if not options.overwrite:
         raise ParameterError(f"{out}: exists; name another file with --out, or add --overwrite")
+
+
+def _check_writable(out: Path) -> None:
+    try:
+        with NamedTemporaryFile(dir=out.parent):  # whoever may do this may replace a file, too
+            pass
+    except OSError as error:
+        raise ParameterError(f"{out}: cannot be written: {error.strerror}; name another file with --out") from error
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -137,7 +153,7 @@ def _setting(text: str) -> tuple[str, Any]:
         raise ParameterError(f"--set {text}: need NAME=VALUE, such as rank=16")
     try:
         parsed = json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # numbers of too many digits, lists in lists in lists
         parsed = value
     return name.replace("-", "_"), parsed
 

@@ -136,9 +136,11 @@ class Experiment:
         ):
             if not entries or len(set(entries)) < len(entries):
                 raise ParameterError(f"{name}: got {len(entries)}, need at least one and none twice")
-        for name, least in (("frames", 1), ("chunks_per_seal", 1), ("batch", 1), ("samples", 0)):
+        for name, least in (("frames", 1), ("degrees", 1), ("chunks_per_seal", 1), ("batch", 1), ("samples", 0)):
             if getattr(self, name) < least:
                 raise ParameterError(f"{name} {getattr(self, name)}: need at least {least}")
+        if min(self.scenes) < 0:
+            raise ParameterError(f"scenes {min(self.scenes)}: need numbers of at least 0")
         for seed in self.seeds:
             if not 0 <= seed < SEEDS:
                 raise ParameterError(f"seeds {seed}: need numbers from 0 to {SEEDS - 1}")
@@ -159,6 +161,8 @@ class Experiment:
 
     def batches(self) -> Iterator[tuple[int, str, tuple[int, ...]]]:
         """Seed, kind and scenes of what is generated together, in the order of a run."""
+        if min(self.scenes) < 0:
+            raise ParameterError(f"scenes {min(self.scenes)}: need numbers of at least 0")
         for seed in self.seeds:
             for start in range(0, len(self.scenes), self.batch):
                 for kind in self.kinds:

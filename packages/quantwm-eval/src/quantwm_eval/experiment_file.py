@@ -14,12 +14,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from quantwm_core.errors import FormatError, ParameterError, lookup
+from quantwm_core.errors import FormatError, ParameterError, StateError, lookup
 from quantwm_eval import metrics
 from quantwm_eval.experiment import Experiment, MethodChoice, with_control
 
 NUMBERS = ("frames", "degrees", "chunks_per_seal", "batch", "samples")
 LISTS = {"kinds": str, "metrics": str, "seeds": int}
+MOST_SCENES = 100_000
+"""More than anybody measures, and few enough to be listed."""
 NOTES = ("about", "sources")
 """Keys that set nothing."""
 
@@ -30,12 +32,16 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         FormatError: The file is not TOML.
         ParameterError: A setting is unknown or of another type than it must be.
-        OSError: It cannot be read.
+        StateError: It is not there or cannot be read.
     """
     try:
-        return settings(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        plain = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StateError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # numbers of too many digits, lists in lists in lists
         raise FormatError(f"{path}: not TOML: {error}") from error
+    try:
+        return settings(plain)
     except (ParameterError, LookupError) as error:
         raise ParameterError(f"{path}: {error}") from error
 
@@ -80,7 +86,7 @@ def _setting(key: str, value: Any) -> Any:
             raise ParameterError("methods = []: need at least one; 'bf16' alone runs the control")
         return tuple(map(_method, _list(key, value, (str, dict))))
     if key == "scenes":
-        return tuple(range(value)) if _whole(value) else _list(key, value, (int,))
+        return tuple(range(_countable(value))) if _whole(value) else _list(key, value, (int,))
     if key in LISTS:
         return _list(key, value, (LISTS[key],))
     if key in NUMBERS and not _whole(value):
@@ -88,6 +94,12 @@ def _setting(key: str, value: Any) -> Any:
     if key == "model" and not isinstance(value, str):
         raise ParameterError(f"{key} = {value!r}: need a name")
     return value
+
+
+def _countable(scenes: int) -> int:
+    if scenes > MOST_SCENES:
+        raise ParameterError(f"scenes = {scenes}: need at most {MOST_SCENES}")
+    return scenes
 
 
 def _method(entry: str | Mapping[str, Any]) -> MethodChoice:

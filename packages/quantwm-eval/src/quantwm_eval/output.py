@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 
 from quantwm_core.errors import FormatError, StateError
+from quantwm_core.tensor_file import replaced
 from quantwm_eval import resume
 
 RESULTS = "results.jsonl"
@@ -26,15 +29,13 @@ def prepare(wanted: Path | None, default: str, overwrite: bool) -> Path:
         overwrite: Whether an earlier run may be replaced.
 
     Raises:
-        StateError: The folder holds something else, or is a file; the message says what to do.
-        OSError: It cannot be made.
+        StateError: The folder holds something else, is a file or cannot be made or written; the message says what to do.
     """
     if wanted is None:
         wanted = next(
             path for number in count(1) if not _taken(path := Path(default if number == 1 else f"{default}-{number}"))
         )
-    if wanted.exists() and not wanted.is_dir():
-        raise StateError(f"--out {wanted}: is a file; name a folder")
+    check_folder(wanted)
     if _taken(wanted):
         if not overwrite:
             raise StateError(
@@ -49,6 +50,33 @@ def prepare(wanted: Path | None, default: str, overwrite: bool) -> Path:
     return wanted
 
 
+def check_folder(out: Path) -> None:
+    """Refuse to write into what is no folder, or one that cannot be made or written; nothing is left behind.
+
+    Raises:
+        StateError: So it is; the message says what to do.
+    """
+    with _said_of(out, "folder"):
+        if (out.exists() or out.is_symlink()) and not out.is_dir():
+            raise StateError(f"--out {out}: is {'a file' if out.exists() else 'a link to nothing'}; name a folder")
+        meant = Path(os.path.realpath(out))
+        there = next(folder for folder in (meant, *meant.parents) if folder.exists())
+        with TemporaryDirectory(dir=there) as rehearsal:
+            Path(rehearsal, meant.relative_to(there)).mkdir(parents=True, exist_ok=True)
+
+
+def check_appendable(path: Path) -> None:
+    """Refuse a file that is to be gone on with and cannot be written; one that is not there is none.
+
+    Raises:
+        StateError: It is a folder, or may not be written; the message says what to do.
+    """
+    with _said_of(path, "folder"):
+        if path.exists():
+            with path.open("ab"):
+                pass
+
+
 def check_file(out: Path, inputs: Iterable[Path], overwrite: bool) -> None:
     """Refuse to write a file over one that is read, whatever its name, or over another one unless told to.
 
@@ -60,27 +88,48 @@ def check_file(out: Path, inputs: Iterable[Path], overwrite: bool) -> None:
     Raises:
         StateError: The file may not or cannot be written, or has no folder; the message says what to do.
     """
-    try:
+    with _said_of(out, "file"):
         there = out.exists()
         if there and any(out.samefile(path) for path in inputs):
             raise StateError(f"--out {out}: that is an input itself; name another file")
-        if there and not overwrite:
-            raise StateError(f"--out {out}: exists; name another file, or add --overwrite")
         if there != out.is_file() or not out.parent.is_dir():  # a device is none
             raise StateError(f"--out {out}: need a file in a folder that exists")
+        if there and not overwrite:
+            raise StateError(f"--out {out}: exists; name another file, or add --overwrite")
         with NamedTemporaryFile(dir=out.parent):  # whoever may do this may replace a file, too
             pass
+
+
+def write(out: Path, text: str) -> str:
+    """Write a file that :func:`check_file` let pass, as a whole or not at all.
+
+    Returns:
+        What is to be said where it could not be written after all; empty where it was.
+    """
+    try:
+        with replaced(out) as file:
+            file.write(text.encode())
     except OSError as error:
-        raise StateError(unwritable(out, error)) from error
+        return unwritable(out, error)
+    return ""
 
 
-def unwritable(out: Path, error: OSError) -> str:
-    """What is said of a file that cannot be written.
+def unwritable(out: Path, error: OSError, kind: str = "file") -> str:
+    """What is said of a file or a folder that cannot be written.
 
     >>> unwritable(Path("scores.json"), OSError(28, "No space left on device"))
     '--out scores.json: cannot be written: No space left on device; name another file'
     """
-    return f"--out {out}: cannot be written: {error.strerror or error}; name another file"
+    return f"--out {out}: cannot be written: {error.strerror or error}; name another {kind}"
+
+
+@contextmanager
+def _said_of(out: Path, kind: str) -> Iterator[None]:
+    """What the system refuses, as a :class:`StateError`."""
+    try:
+        yield
+    except OSError as error:
+        raise StateError(unwritable(out, error, kind)) from error
 
 
 def _check_demo(folder: Path) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 from quantwm_core.errors import StateError
+from quantwm_eval import file_lock
 
 LOCK = ".quantwm.lock"
 """File that a run holds locked while it writes beside it, and removes at its end."""
@@ -23,24 +23,28 @@ def owned(folder: Path) -> Iterator[None]:
     """Keep every other run out of a folder for as long as this one writes into it.
 
     The system releases the lock when the process ends, however it does: a file that a killed run left behind keeps nobody
-    out. On a file system that offers no locks nobody is kept out.
+    out. On a system or a file system that offers no locks nobody is kept out.
 
     Args:
         folder: An existing folder.
 
     Raises:
-        StateError: Another run writes into it; the message names its process and machine.
-        OSError: The folder cannot be written.
+        StateError: Another run writes into it, and the message names its process and machine; or it cannot be written.
     """
-    file = _locked(folder)
+    path = folder / LOCK
+    try:
+        file = _locked(path)
+    except OSError as error:
+        raise StateError(
+            f"{path}: cannot be written: {error.strerror or error}; remove it, or name another folder"
+        ) from error
     try:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
     finally:
-        (folder / LOCK).unlink(missing_ok=True)  # before the lock is released: after, it may be the next run's
-        file.close()
+        _release(file, path)
 
 
 def check_own(file: TextIO, path: Path) -> None:
@@ -60,19 +64,19 @@ def check_own(file: TextIO, path: Path) -> None:
         )
 
 
-def _locked(folder: Path) -> TextIO:
-    """The folder's lock file, locked and still there."""
+def _locked(path: Path) -> TextIO:
+    """A folder's lock file, locked and still there, or as it is where there are no locks."""
     while True:
-        file = (folder / LOCK).open("a+", encoding="utf-8")
+        file = path.open("a+", encoding="utf-8")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            check_own(file, folder / LOCK)
+            file_lock.lock(file.fileno())
+            check_own(file, path)
         except BlockingIOError:
             with file:
                 file.seek(0)
                 owner = file.read() or "another run"
             raise StateError(
-                f"{folder}: {owner} writes into it; wait until it has ended, or name another folder"
+                f"{path.parent}: {owner} writes into it; wait until it has ended, or name another folder"
             ) from None
         except StateError:  # the run before removed it between our opening and our locking
             file.close()
@@ -83,3 +87,15 @@ def _locked(folder: Path) -> TextIO:
             return file
         else:
             return file
+
+
+def _release(file: TextIO, path: Path) -> None:
+    """Remove a lock file and let go of it, in the order that never removes the next run's."""
+    if file_lock.REMOVED_OPEN:
+        path.unlink(missing_ok=True)
+        file.close()
+        return
+    file_lock.unlock(file.fileno())
+    file.close()
+    with suppress(PermissionError):  # the next run has opened it already
+        path.unlink(missing_ok=True)

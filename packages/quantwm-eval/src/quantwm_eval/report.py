@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jinja2
 
+from quantwm_core.tensor_file import replaced
 from quantwm_eval import agreement, drawing, figures, films, markdown, summary
 from quantwm_eval.experiment import CONTROL
 from quantwm_eval.films import VIDEOS
@@ -55,12 +56,17 @@ def write_page(
 ) -> tuple[Path, Path]:
     """Write page and tables into a folder that exists; ``more`` are tables that come from elsewhere, VBench's.
 
+    Files that are there are replaced only when both texts are made.
+
     Raises:
+        FormatError: A folder has the name of one of them.
         OSError: A file cannot be written.
     """
     written = folder / PAGE, folder / TABLES
-    written[0].write_text(page(results, gallery, reels, more), encoding="utf-8")
-    written[1].write_text(markdown.render(results, headline(results), more), encoding="utf-8")
+    texts = page(results, gallery, reels, more), markdown.render(results, headline(results), more)
+    for path, text in zip(written, texts, strict=True):
+        with replaced(path) as file:
+            file.write(text.encode())
     return written
 
 

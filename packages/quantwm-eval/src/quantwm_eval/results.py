@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from jaxtyping import Float64
 
-from quantwm_core.errors import FormatError
+from quantwm_core.errors import FormatError, QuantWMError
+from quantwm_eval import results_schema, schema
 from quantwm_eval.experiment import Experiment
 from quantwm_eval.metric import Measurement
 from quantwm_eval.provenance import Provenance
@@ -107,7 +108,7 @@ def cell_line(cell: Cell) -> str:
             "method": cell.method,
             "valid": cell.valid,
             "reference": cell.reference,
-            "values": dict(measured.values),
+            "values": {name: float(value) for name, value in measured.values.items()},
             **{part: {name: _short(x) for name, x in getattr(measured, part).items()} for part in ALONG},
         }
     )
@@ -127,10 +128,23 @@ def load(path: Path) -> Results:
     """Read a results file.
 
     Raises:
-        FormatError: The file is foreign, broken or of a newer version; the message names the line.
+        FormatError: The file is foreign, broken or of a newer version; the message names the line, and the field if one does
+            not fit.
         OSError: It cannot be read.
     """
-    return parse(path, path.read_text(encoding="utf-8"))
+    return parse(path, decode(path, path.read_bytes()))
+
+
+def decode(path: Path, content: bytes) -> str:
+    """The text of a file's bytes.
+
+    Raises:
+        FormatError: They are none.
+    """
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: not a quantwm results file: {error}") from error
 
 
 def parse(path: Path, text: str) -> Results:
@@ -153,11 +167,13 @@ def parse(path: Path, text: str) -> Results:
             f"{path}: version {head.get('version')}, this quantwm-eval reads version {VERSION}; update it"
         )
     try:
+        schema.hold(head, results_schema.HEAD)
         experiment, provenance = Experiment.from_json(head["experiment"]), Provenance(**head["provenance"])
-        _check_types(provenance, command=str, versions=dict)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise FormatError(f"{path}: line 1 is incomplete: {error}") from error
-    return Results(experiment, provenance, tuple(_cell(path, number, line) for number, line in enumerate(plain[1:], 2)))
+    except QuantWMError as error:
+        raise FormatError(f"{path}: line 1 is no head: {error}") from error
+    cells = tuple(_cell(path, number, line) for number, line in enumerate(plain[1:], 2))
+    _check_maps(path, cells)
+    return Results(experiment, provenance, cells)
 
 
 def _short(figures: Float64[np.ndarray, "..."]) -> Any:
@@ -167,37 +183,34 @@ def _short(figures: Float64[np.ndarray, "..."]) -> Any:
 
 def _cell(path: Path, number: int, line: Mapping[str, Any]) -> Cell:
     try:
-        measured = Measurement(
-            {name: float(value) for name, value in line["values"].items()},
-            *(
-                {name: np.array(figures, np.float64) for name, figures in line.get(part, {}).items()}
-                for part in ALONG  # early files have no ages and no positions
-            ),
-        )
-        key = line["kind"], line["scene"], line["seed"], line["method"]
-        cell = Cell(*key, line["valid"], measured, line.get("reference", ""))
-        _check_types(cell, kind=str, scene=int, seed=int, method=str, valid=bool, reference=str)
-        return cell
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        schema.hold(line, results_schema.CELL)
+    except FormatError as error:
         raise FormatError(f"{path}: line {number} is not a cell: {error}") from error
+    measured = Measurement(
+        {name: float(value) for name, value in line["values"].items()},
+        *({name: np.array(figures, np.float64) for name, figures in line.get(part, {}).items()} for part in ALONG),
+    )
+    key = line["kind"], line["scene"], line["seed"], line["method"]
+    return Cell(*key, line["valid"], measured, line.get("reference", ""))
 
 
-def _check_types(value: object, **wanted: type) -> None:
-    """Refuse what JSON holds in the place of another type.
-
-    Raises:
-        TypeError: A field is of another type; the message says which, and what came.
-    """
-    for name, needed in wanted.items():
-        came = getattr(value, name)
-        if type(came) is not needed:
-            raise TypeError(f"{name} {came!r}: need {needed.__name__}")
+def _check_maps(path: Path, cells: Iterable[Cell]) -> None:
+    """Refuse maps of one method and quantity that are not of one model's layers and heads."""
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    for number, cell in enumerate(cells, 2):
+        for name, figures in cell.measurement.maps.items():
+            needed = shapes.setdefault((cell.method, name), figures.shape)
+            if figures.shape != needed:
+                raise FormatError(
+                    f"{path}: line {number} is not a cell: maps.{name}: got the shape {figures.shape}, need {needed} as in "
+                    f"the first cell of {cell.method}"
+                )
 
 
 def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         parsed = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers of too many digits, lists in lists in lists
         raise FormatError(f"{path}: line {number} is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise FormatError(f"{path}: line {number} is not an object")

@@ -70,11 +70,7 @@ def read(path: Path) -> tuple[Results, int]:
     """
     content = path.read_bytes()
     length = content.rfind(b"\n") + 1
-    try:
-        text = content[:length].decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: not a quantwm results file: {error}") from error
-    found = results.parse(path, text)
+    found = results.parse(path, results.decode(path, content[:length]))
     counts = Counter(cell.key for cell in found.cells)
     twice = [key for key, count in counts.items() if count > 1]
     strange = counts.keys() - {*found.experiment.keys()}

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quantwm_core.errors import FormatError, ParameterError, StateError, lookup
-from quantwm_eval import results, summary
+from quantwm_core.tensor_file import replaced
+from quantwm_eval import results, schema, summary
 from quantwm_eval.estimate import bootstrap
 from quantwm_eval.metric import Quantity
 from quantwm_eval.summary import Table
@@ -35,6 +36,14 @@ HOW_TO = (
     "make an environment for it (python3.10 -m venv vbench && vbench/bin/pip install vbench, see "
     "github.com/Vchitect/VBench) and name its folder with --vbench"
 )
+SCORES = schema.fields(
+    {
+        "format": schema.text,
+        "version": schema.whole(1),
+        "dimensions": schema.by_name(schema.each(schema.row(schema.text, schema.whole(0), schema.text, schema.number))),
+    }
+)
+"""What stands in the file: of every dimension kind, scene, method and score of every video."""
 
 Video: TypeAlias = tuple[str, int, str]
 """Kind, scene and method of a video."""
@@ -120,30 +129,39 @@ def score(
 
 
 def save(path: Path, scores: Scores) -> None:
-    """Write scores as strict JSON."""
+    """Write scores as strict JSON; a file that is there is replaced only when the new one is whole."""
     plain = {name: [[*video, value] for video, value in found.items()] for name, found in scores.dimensions.items()}
-    path.write_text(results.dump({"format": FORMAT, "version": VERSION, "dimensions": plain}), encoding="utf-8")
+    with replaced(path) as file:
+        file.write(results.dump({"format": FORMAT, "version": VERSION, "dimensions": plain}).encode())
 
 
 def load(path: Path) -> Scores | None:
     """Read what :func:`save` wrote; None where there is no such file.
 
     Raises:
-        FormatError: It is another file.
+        FormatError: It is another file, or dimensions score other videos than the first does.
         OSError: It cannot be read.
     """
     if not path.exists():
         return None
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))
-        if (plain["format"], plain["version"]) != (FORMAT, VERSION):
-            raise FormatError(f"{path}: format {plain['format']!r} {plain['version']}, need {FORMAT!r} {VERSION}")
-        dimensions = {
-            str(name): {(str(kind), int(scene), str(label)): float(x) for kind, scene, label, x in found}
-            for name, found in plain["dimensions"].items()
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: no scores of VBench: {error}") from error
+    try:
+        schema.hold(plain, SCORES)
+    except FormatError as error:
+        raise FormatError(f"{path}: no scores of VBench: {error}") from error
+    if (plain["format"], plain["version"]) != (FORMAT, VERSION):
+        raise FormatError(f"{path}: format {plain['format']!r} {plain['version']}, need {FORMAT!r} {VERSION}")
+    dimensions = {
+        name: {(kind, scene, label): float(x) for kind, scene, label, x in found}
+        for name, found in plain["dimensions"].items()
+    }
+    first = next(iter(dimensions.values()), {})
+    for name, found in dimensions.items():
+        if unlike := found.keys() ^ first.keys():
+            raise FormatError(f"{path}: {name}: of other videos than the first dimension, such as {min(unlike)}")
     return Scores(dimensions)
 
 

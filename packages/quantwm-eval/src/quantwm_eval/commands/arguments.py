@@ -9,6 +9,9 @@ import torch
 from quantwm_core.errors import ParameterError, QuantWMError
 from quantwm_eval import metrics
 from quantwm_eval.experiment import MethodChoice
+from quantwm_eval.experiment_file import MOST_SCENES
+
+MOST_THREADS = 4096
 
 
 def positive(text: str) -> int:
@@ -16,6 +19,14 @@ def positive(text: str) -> int:
     number = int(text) if text.isascii() and text.isdigit() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: need a whole number of at least 1")
+    return number
+
+
+def threads(text: str) -> int:
+    """As many threads as anybody has cores for."""
+    number = positive(text)
+    if number > MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"{text!r}: need at most {MOST_THREADS}")
     return number
 
 
@@ -39,7 +50,7 @@ def numbers(text: str) -> tuple[int, ...]:
             begin, end = natural(first), natural(last if dash else first)
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentTypeError(f"{text!r}: need whole numbers and ranges, as in 0-3,8") from error
-        if end < begin or end - begin >= 100_000:
+        if end < begin or end - begin >= MOST_SCENES:
             raise argparse.ArgumentTypeError(f"{text!r}: {part} is no range that can be counted")
         found += range(begin, end + 1)
     return tuple(found)
@@ -83,7 +94,7 @@ def check_device(name: str) -> None:
         device = torch.device(name)
     except RuntimeError as error:
         raise ParameterError(f"--device {name}: need cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
         raise ParameterError(f"--device {name}: need cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ParameterError(

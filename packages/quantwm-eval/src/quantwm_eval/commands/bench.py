@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from quantwm_core.errors import ParameterError, QuantWMError
-from quantwm_core.tensor_file import replaced
 from quantwm_eval import output, provenance
 from quantwm_eval.commands.answer import BAD_OPTIONS, DONE, FAILED, Answer, Tell
 from quantwm_eval.commands.arguments import check_device, method_list, positive
@@ -86,7 +85,8 @@ def _add_budget(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     told = """\
         Computes, without running anything, what a whole process needs: weights, cache, a pass or the decoder of the VAE,
         and CUDA itself; which cards that fits into; and the longest video whose whole history fits, where the model
-        attends to all of it."""
+        attends to all of it. "tight", and the second number of a range: only if PyTorch's allocator loses less than 3 GiB
+        in pieces, see docs/true-shapes.md."""
     one = kinds.add_parser(
         "budget", description=textwrap.fill(textwrap.dedent(told), 100), help="what fits into a card"
     )
@@ -130,22 +130,12 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         return Answer("", f"quantwm bench: {error}", BAD_OPTIONS)
     known = {"provenance": provenance.collect(given, options.device).to_json()}
     lines: list[dict[str, Any]] = []
-    complaint = ""
+    wrong = ""
     for line in measure(plan, options.methods, tell):
         lines.append(line | known)
-        if options.out is not None:
-            complaint = _written(lines, options.out)
-    return Answer(table.render(lines), complaint, FAILED if complaint else DONE)
-
-
-def _written(lines: Sequence[dict[str, Any]], out: Path) -> str:
-    """Write all lines, as a whole each time, so that an interrupted run leaves whole ones; what went wrong, as the rest goes on."""
-    try:
-        with replaced(out) as file:
-            file.write("".join(f"{json.dumps(each)}\n" for each in lines).encode())
-    except OSError as error:
-        return f"quantwm bench: {output.unwritable(out, error)}"
-    return ""
+        if options.out is not None:  # all lines each time, so that an interrupted run leaves whole ones
+            wrong = output.write(options.out, "".join(f"{json.dumps(each)}\n" for each in lines))
+    return Answer(table.render(lines), f"quantwm bench: {wrong}" if wrong else "", FAILED if wrong else DONE)
 
 
 def _check_methods(methods: Sequence[MethodChoice]) -> None:

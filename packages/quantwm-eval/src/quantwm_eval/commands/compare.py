@@ -11,7 +11,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from quantwm_core.errors import ParameterError, StateError
-from quantwm_core.tensor_file import replaced
 from quantwm_eval import compare, metrics, output, pool, provenance
 from quantwm_eval.commands.answer import BAD_OPTIONS, FAILED, Answer, Tell
 from quantwm_eval.commands.arguments import metric_list, positive
@@ -56,11 +55,8 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
     table = compare.table(scores, wanted)
     if options.out is not None:
         text = compare.to_json(scores, provenance.collect(given))
-        try:
-            with replaced(options.out) as file:
-                file.write(text.encode())
-        except OSError as error:  # what was measured is printed
-            return Answer(table, f"quantwm compare: {output.unwritable(options.out, error)}", FAILED)
+        if wrong := output.write(options.out, text):  # what was measured is printed
+            return Answer(table, f"quantwm compare: {wrong}", FAILED)
     return Answer(table)
 
 

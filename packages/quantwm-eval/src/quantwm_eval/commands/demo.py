@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from quantwm_core import methods
 from quantwm_core.errors import QuantWMError
 from quantwm_eval import output, ownership, provenance, report
 from quantwm_eval.commands.answer import BAD_OPTIONS, FAILED, Answer, Tell
-from quantwm_eval.commands.arguments import method_list, natural, positive
+from quantwm_eval.commands.arguments import method_list, natural, positive, threads
 from quantwm_eval.demo_host import MOST_SCENES, DemoHost
 from quantwm_eval.experiment import Experiment, with_control
 from quantwm_eval.produce import Product, produce
@@ -62,7 +63,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     one.add_argument("--seed", type=natural, default=0, metavar="N", help="noise")
     one.add_argument("--batch", type=positive, default=4, metavar="N", help="scenes generated together")
     one.add_argument(
-        "--threads", type=positive, default=argparse.SUPPRESS, metavar="N", help="of torch (default: its choice)"
+        "--threads", type=threads, default=argparse.SUPPRESS, metavar="N", help="of torch (default: its choice)"
     )
     one.add_argument(
         "--out",
@@ -77,6 +78,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer:
     """Do it."""
+    with ExitStack() as held:
+        return _run(options, given, tell, held)
+
+
+def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: ExitStack) -> Answer:
     if "threads" in options:
         torch.set_num_threads(options.threads)
     try:
@@ -93,10 +99,11 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
         host = DemoHost()
         total = count_chunks(wanted, host)
         folder = output.prepare(getattr(options, "out", None), DEFAULT_OUT, options.overwrite)
+        held.enter_context(ownership.owned(folder))
     except QuantWMError as error:
         return Answer("", f"quantwm demo: {error}", BAD_OPTIONS)
     tell(f"writing into {folder}/")
-    with ownership.owned(folder), tqdm(total=total, unit="chunk", smoothing=0.05, dynamic_ncols=True) as bar:
+    with tqdm(total=total, unit="chunk", smoothing=0.05, dynamic_ncols=True) as bar:
 
         def progress(title: str) -> None:
             bar.set_postfix_str(title, refresh=False)

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 from quantwm_eval import hosts, launch, vbench
-from quantwm_eval.commands.arguments import method_list, metric_list, natural, numbers, positive, words
+from quantwm_eval.commands.arguments import method_list, metric_list, natural, numbers, positive, threads, words
 from quantwm_eval.experiment import KINDS
 
 DEFAULT_OUT = "quantwm-eval"
@@ -47,7 +47,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argpar
     )
     one.add_argument("--launcher", choices=launch.LAUNCHERS, default="local", help="who runs them (default: local)")
     one.add_argument(
-        "--threads", type=positive, metavar="N",
+        "--threads", type=threads, metavar="N",
         help="of torch in each process (default: its choice, with several jobs at most cores / jobs)",
     )  # fmt: skip
     _add_settings(one.add_argument_group("settings of the experiment"))

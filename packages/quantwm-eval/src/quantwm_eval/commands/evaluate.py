@@ -22,6 +22,7 @@ from quantwm_eval import (
     hosts,
     launch,
     named,
+    output,
     ownership,
     paired,
     provenance,
@@ -38,7 +39,6 @@ from quantwm_eval.evaluate import append, evaluate
 from quantwm_eval.experiment import Experiment
 from quantwm_eval.host import Host
 from quantwm_eval.hosts import Setup
-from quantwm_eval.output import RESULTS
 from quantwm_eval.results import Cell, Results
 from quantwm_eval.run import count_chunks
 
@@ -62,17 +62,19 @@ def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: Ex
         return Answer(text_table.grid([("experiment", "what it asks"), *listed], left=2))
     if "threads" in options or options.jobs > 1:
         torch.set_num_threads(_threads(options))
-    path: Path = options.out / RESULTS
+    path: Path = options.out / output.RESULTS
     try:
         judge = vbench.find(options.vbench) if "vbench" in options else None
         vbench.check_dimensions(options.vbench_dimensions)
         check_device(options.device)
+        output.check_folder(options.out)
+        output.check_appendable(path)
+        if options.videos or "vbench" in options:
+            output.check_folder(options.out / films.VIDEOS)
         source = provenance.collect(given, options.device)
         setup = Setup(options.device, **{part: getattr(options, part) for part in OF_HOST if part in options})
         wanted, host = _prepared(options, setup)
         count_chunks(wanted, host)
-        if options.out.exists() and not options.out.is_dir():
-            raise StateError(f"--out {options.out}: is a file; name a folder")
         options.out.mkdir(parents=True, exist_ok=True)
         held.enter_context(ownership.owned(options.out))
         begun = resume.begin(path, wanted, source)

@@ -2,7 +2,7 @@
 
 Bytes of a cache are the storage formula's for the units that the cache's own bookkeeping forms, so they are what a cache of
 that shape states about itself. Weights are those of the layers; a pass is what live hosts took beside them and their caches; the
-VAE's decoder is estimated by its widest feature maps.
+VAE's decoder is estimated by its widest feature maps. What an allocator loses in pieces is no part of it, and is looked at beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from quantwm_eval.true_shapes.shape import BF16_NBYTES, Shape
 
 GIB = 2**30
 STANDARD_FRAMES = 93  # of the video whose passes were counted
-CONTEXT_NBYTES = GIB  # of CUDA itself and of what the allocator cannot use
+CONTEXT_NBYTES = GIB  # of CUDA itself, estimated
+PIECES_NBYTES = 3 * GIB
+"""What PyTorch's allocator held free, but in pieces into which nothing fitted, where it was seen to run out (``docs/true-shapes.md``)."""
 MOMENTS = 2  # of queries: of the units before, and of what came since
 FP32_NBYTES = 4
 DECODER_TENSORS = 4  # of the widest feature maps, alive at once
@@ -132,6 +134,7 @@ class Process:
         weights, vae: BF16 weights, those of the layers in FP8 if told.
         cache: Of keys and values.
         working: A pass, or the VAE's decoder, whichever is more; they take turns.
+        measured: Bytes of it that a live host took; all others are computed or estimated.
         encoder: Weights that read the prompt; they are there before all others, and alone.
     """
 
@@ -139,6 +142,7 @@ class Process:
     vae: int
     cache: CacheBudget
     working: int
+    measured: int
     encoder: int
 
     @property
@@ -150,6 +154,11 @@ class Process:
     def total(self) -> int:
         """The most that is there at once."""
         return max(self.running, CONTEXT_NBYTES + self.encoder)
+
+    @property
+    def measured_share(self) -> float:
+        """How much of the total a live host took; nothing of it where the encoder is the most."""
+        return self.measured / self.total if self.total == self.running else 0.0
 
 
 def process(
@@ -179,11 +188,14 @@ def process(
     pixels = shape.token_pixels * tokens
     cache = cache_nbytes(shape, tokens, latents, method)
     decoder = DECODER_TENSORS * shape.decoder_channels * FRAMES_PER_LATENT * pixels * BF16_NBYTES
+    host_pass = _pass_nbytes(shape, tokens, latents)
+    as_measured = shape.pass_measured and tokens == shape.frame_tokens() and latents == shape.latents(STANDARD_FRAMES)
     return Process(
         weights=shape.layers * shape.layer_parameters * (1 if fp8 else BF16_NBYTES),
         vae=shape.vae_nbytes,
         cache=cache.offloaded(shape.layers) if offload else cache,
-        working=max(decoder, _pass_nbytes(shape, tokens, latents)),
+        working=max(decoder, host_pass),
+        measured=host_pass if as_measured and host_pass > decoder else 0,
         encoder=shape.encoder_nbytes,
     )
 

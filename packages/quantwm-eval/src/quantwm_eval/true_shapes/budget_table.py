@@ -1,4 +1,8 @@
-"""Budgets as tables: what fits into a card, and how long a history does."""
+"""Budgets as tables: what fits into a card, and how long a history does, for certain or with luck.
+
+An allocator that loses nothing in pieces lets all of a card be used, one that loses as much as was once seen
+:data:`~quantwm_eval.true_shapes.budget.PIECES_NBYTES` less: what lies between fits or does not.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from quantwm_core.method import Scheme, scheme
 from quantwm_eval.latents import frames_of
-from quantwm_eval.true_shapes.budget import GIB, STANDARD_FRAMES, longest, process
+from quantwm_eval.true_shapes.budget import GIB, PIECES_NBYTES, STANDARD_FRAMES, longest, process
 from quantwm_eval.true_shapes.shape import Shape
 
 SMALL_CARDS = (24, 32, 48)
@@ -28,6 +32,7 @@ def fitting(names: Sequence[str]) -> list[Row]:
         "cache GiB",
         "other GiB",
         "in all",
+        "measured",
         *(f"{each} GB" for each in SMALL_CARDS),
     )
     return [head, *(row for name in names for row in _fitting(Shape.load(name)))]
@@ -53,12 +58,16 @@ def _fitting(shape: Shape) -> Iterator[Row]:
                     cache,
                     weights,
                     *(f"{each / GIB:.1f}" for each in (needs.weights, needs.cache.total, other, needs.total)),
-                    *("yes" if needs.total <= each * GIB else "-" for each in SMALL_CARDS),
+                    f"{100 * needs.measured_share:.0f} %",
+                    *(_fit(needs.total, each * GIB) for each in SMALL_CARDS),
                 )
 
 
 def lengths(names: Sequence[str]) -> list[Row]:
-    """A head, and frames of the longest video whose whole history fits into a card, in BF16 and in two bits."""
+    """A head, and frames of the longest video whose whole history fits into a card, in BF16 and in two bits.
+
+    Each is a range: what fits for certain, and what does if the allocator loses nothing.
+    """
     head = ("model", "weights", *(f"{each} GB, {cache}" for each in CARDS for cache in ("BF16", "2 bits")))
     return [head, *(row for name in names for row in _lengths(Shape.load(name)))]
 
@@ -67,17 +76,34 @@ def _lengths(shape: Shape) -> Iterator[Row]:
     for resolution in shape.resolutions:
         for weights, fp8 in (("BF16", False), ("FP8", True)):
             found = (
-                max(longest(shape, resolution, card * GIB, each, fp8=fp8) for each in methods)
+                tuple(
+                    max(longest(shape, resolution, memory, each, fp8=fp8) for each in methods)
+                    for memory in (card * GIB - PIECES_NBYTES, card * GIB)
+                )
                 for card in CARDS
                 for methods in ((None,), PACKED)
             )
-            yield (f"{shape.title}, {resolution}", weights, *map(_video, found))
+            yield (f"{shape.title}, {resolution}", weights, *(_videos(*each) for each in found))
 
 
-def _video(latents: int) -> str:
-    """Frames of video that so many latent ones are.
+def _fit(needs: int, memory: int) -> str:
+    """Whether so many bytes fit, whatever the allocator loses, or only if that is little.
 
-    >>> _video(24), _video(0)
-    ('93', '-')
+    >>> [_fit(needs * GIB, 24 * GIB) for needs in (21, 22, 25)]
+    ['yes', 'tight', '-']
     """
-    return str(frames_of(latents)) if latents else "-"
+    if needs + PIECES_NBYTES <= memory:
+        return "yes"
+    return "tight" if needs <= memory else "-"
+
+
+def _videos(certain: int, luck: int) -> str:
+    """Frames of the videos that so many latent ones are.
+
+    >>> _videos(21, 24), _videos(24, 24), _videos(0, 24), _videos(0, 0)
+    ('81-93', '93', '0-93', '-')
+    """
+    if not luck:
+        return "-"
+    least, most = (frames_of(latents) if latents else 0 for latents in (certain, luck))
+    return str(most) if least == most else f"{least}-{most}"

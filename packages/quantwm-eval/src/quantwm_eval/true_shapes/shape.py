@@ -41,6 +41,7 @@ class Shape:
         two_streams: Whether the prompt passes the layers with weights of its own, and there is no cross-attention; each token's
             modulations come of a matrix then, and each kind has a projection of what its attention gives.
         pass_nbytes: What a pass takes beside weights and cache at the first resolution; linear in a frame's tokens.
+        pass_measured: Whether a live host took that; otherwise it is reckoned from what the stack takes.
         vae_nbytes, encoder_nbytes: BF16 weights of the VAE, and of what reads the prompt or the first picture.
         token_pixels: Pixels of a frame of video that a token stands for.
         decoder_channels: Channels of the VAE decoder where they are most for each pixel of a frame of video.
@@ -65,6 +66,7 @@ class Shape:
     gated: bool = False
     two_streams: bool = False
     pass_nbytes: int = 0
+    pass_measured: bool = False
     vae_nbytes: int = 0
     encoder_nbytes: int = 0
     token_pixels: int = 256
