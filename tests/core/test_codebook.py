@@ -126,21 +126,29 @@ def _objective(unit: np.ndarray, table: np.ndarray, metric: Metric) -> float:
     return float(distances.exact(unit, table, metric).min(axis=-1).sum())
 
 
-@given(
-    strategies.small_units(("normal", "clusters", "offset")),
-    st.sampled_from(METRICS),
-    st.integers(2, 9),
-    st.integers(1, 6),
-    st.floats(1, 1.99),
-)
-def test_no_relaxation_leads_away(unit: np.ndarray, name: str, size: int, rounds: int, relaxation: float) -> None:
-    # What the last rounding to BF16 costs beside.
-    metric = _metric(name, unit.shape[1], unit.shape[3])
-    start = codebook.fit(unit, size, metric, 0)
-    ended = codebook.fit(unit, size, metric, rounds, relaxation=relaxation)
-    rounding = float((np.abs(ended.astype(np.float64)) * 2.0**-8).max() ** 2) * unit.size
-    scale = 1.0 if metric is None else float(np.abs(metric).max()) * (unit.shape[3] if name == "full" else 1)
-    assert _objective(unit, ended, metric) <= _objective(unit, start, metric) * (1 + 1e-5) + scale * rounding
+def _cost_of_rounding(unit: np.ndarray, table: np.ndarray, metric: Metric) -> float:
+    """Storing a mean m in BF16 moves it by at most 2**-9 |m|, which adds the square of that per member."""
+    moved = tolerances.BF16_ROUNDING * np.abs(table.astype(np.float64)).max(axis=-2, keepdims=True)
+    if metric is None or metric.ndim == 4:
+        norm = 1.0 if metric is None else float(np.linalg.eigvalsh(metric.astype(np.float64)).max())
+        return unit.shape[2] * norm * float(np.square(moved).sum())
+    return unit.shape[2] * float((metric.astype(np.float64)[..., None, :] * np.square(moved)).sum())
+
+
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("kind", ["normal", "clusters", "offset", "channels", "ties", "wide", "huge", "tiny"])
+def test_the_objective_does_not_increase(name: str, kind: str) -> None:
+    unit = strategies.unit((kind,), 3, tokens=120, channels=32)
+    metric = _metric(name, 1, 32)
+    tables = [codebook.fit(unit, 8, metric, iterations) for iterations in range(8)]
+    objectives = [_objective(unit, table, metric) for table in tables]
+    for before, after, table in zip(objectives, objectives[1:], tables[1:], strict=False):
+        assert after <= before * (1 + tolerances.OBJECTIVE) + _cost_of_rounding(unit, table, metric)
+    for relaxation in (1.25, 1.5, 1.99):  # what the last round comes from differs, so each is held against the start
+        for iterations in range(1, 5):
+            table = codebook.fit(unit, 8, metric, iterations, relaxation=relaxation)
+            allowed = objectives[0] * (1 + tolerances.OBJECTIVE) + _cost_of_rounding(unit, table, metric)
+            assert _objective(unit, table, metric) <= allowed
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -155,26 +163,6 @@ def test_four_relaxed_rounds_lead_farther_than_four(name: str) -> None:
 def test_a_relaxation_that_would_not_converge_is_refused(relaxation: float) -> None:
     with pytest.raises(ParameterError, match=r"relaxation .*less than 2"):
         codebook.fit(np.zeros((1, 4, 4), np.float32), 2, relaxation=relaxation)
-
-
-def _objective(unit: np.ndarray, table: np.ndarray, metric: Metric) -> float:
-    return float(distances.exact(unit, table, metric).min(axis=-1).sum())
-
-
-@pytest.mark.parametrize("name", METRICS)
-@pytest.mark.parametrize("kind", ["normal", "clusters", "offset", "channels", "ties", "wide", "huge", "tiny"])
-def test_the_objective_does_not_increase(name: str, kind: str) -> None:
-    unit = strategies.unit((kind,), 3, tokens=120, channels=32)
-    metric = _metric(name, 1, 32)
-    tables = [codebook.fit(unit, 8, metric, iterations) for iterations in range(8)]
-    objectives = [_objective(unit, table, metric) for table in tables]
-    for before, after, table in zip(objectives, objectives[1:], tables[1:], strict=False):
-        # Storing a mean m in BF16 moves it by at most 2**-9 |m|, which adds the square of that per member.
-        moved = tolerances.BF16_ROUNDING * np.abs(table.astype(np.float64)).max(axis=-2, keepdims=True)
-        norm = 1 if name != "full" or metric is None else float(np.linalg.eigvalsh(metric.astype(np.float64)).max())
-        weights = metric.astype(np.float64)[..., None, :] if name == "diagonal" and metric is not None else norm
-        added = unit.shape[2] * float((weights * np.square(moved)).sum())
-        assert after <= before * (1 + tolerances.OBJECTIVE) + added
 
 
 def test_rounds_reduce_the_objective_of_clusters() -> None:

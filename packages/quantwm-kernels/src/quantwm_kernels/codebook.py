@@ -34,7 +34,12 @@ def index_shape(values: Sequence[int], count: int) -> tuple[int, ...]:
 
 @torch.library.custom_op("quantwm::fit_codebook", mutates_args=())
 def _fit(
-    values: Tensor, centroids: int, metric: Tensor | None, iterations: int, initial: Tensor | None, relaxation: float = 1.0
+    values: Tensor,
+    centroids: int,
+    metric: Tensor | None,
+    iterations: int,
+    initial: Tensor | None,
+    relaxation: float = 1.0,
 ) -> Tensor:
     table = core.fit(
         to_numpy(values, "values"),
@@ -49,7 +54,12 @@ def _fit(
 
 @_fit.register_kernel("cuda")
 def _(
-    values: Tensor, centroids: int, metric: Tensor | None, iterations: int, initial: Tensor | None, relaxation: float = 1.0
+    values: Tensor,
+    centroids: int,
+    metric: Tensor | None,
+    iterations: int,
+    initial: Tensor | None,
+    relaxation: float = 1.0,
 ) -> Tensor:
     check_detached(values, "values")
     check_available("values")
@@ -60,7 +70,12 @@ def _(
 
 @_fit.register_fake
 def _(
-    values: Tensor, centroids: int, metric: Tensor | None, iterations: int, initial: Tensor | None, relaxation: float = 1.0
+    values: Tensor,
+    centroids: int,
+    metric: Tensor | None,
+    iterations: int,
+    initial: Tensor | None,
+    relaxation: float = 1.0,
 ) -> Tensor:
     del metric, iterations, initial, relaxation
     return values.new_empty(table_shape(values.shape, centroids), dtype=torch.bfloat16)

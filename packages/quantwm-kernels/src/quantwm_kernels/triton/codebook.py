@@ -168,9 +168,7 @@ def add_members(frame: Frame, index: Tensor) -> tuple[tuple[Tensor, Tensor], Ste
     return (sums, counts), step
 
 
-def prepare(
-    frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool, relaxation: float = 1.0
-) -> list[Step]:
+def prepare(frame: Frame, update: tuple[Tensor, Tensor] | None, *, final: bool, relaxation: float = 1.0) -> list[Step]:
     """New centroids from sums and counts, and what the next assignment takes."""
     kind = frame.kind
     if kind is FULL and update is not None:  # a full metric reads whole rows, so they must stand in memory first
