@@ -15,11 +15,11 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 ROOT = Path(__file__).parents[2]
 
 
-def run(arguments: Sequence[str], cache: Path, expected: int = 0) -> str:
-    """Output of a Python process in which Triton compiles, that exits as ``expected``."""
+def run(arguments: Sequence[str], cache: Path, expected: int = 0, **further: str) -> str:
+    """Output of a Python process that exits as ``expected``; Triton compiles in it unless ``further`` variables say otherwise."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(ROOT), *sys.path])
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path} | further
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

@@ -66,6 +66,15 @@ def test_launches_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch, archi
     assert launch.processors(values.device) == DEVICES[architecture].processors
 
 
+def test_operators_launch_kernels_too(tmp_path: Path) -> None:
+    file, test = tmp_path / "launches", "test_the_same_input_gives_the_same_bytes_twice[pack_codes-0]"
+    plugin = ["-p", "tests.parity.record_launches", "--launches", str(file), "--architecture", "86"]
+    run(["-m", "pytest", *plugin, f"tests/kernels/test_operators.py::{test}"], tmp_path, TRITON_INTERPRET="1")
+    (line,) = file.read_text().splitlines()
+    assert Specialization.from_json(line) == replace(PACK, architecture=86)
+    run(["-m", "pytest", *plugin], tmp_path, expected=pytest.ExitCode.USAGE_ERROR)  # nothing is interpreted
+
+
 def test_workers_hand_over_what_they_noted(tmp_path: Path) -> None:
     file, workers, controller = tmp_path / "launches", [Recorder(90), Recorder(90)], Recorder(90)
     for worker, lines in zip(workers, ({"a", "b"}, {"b", "c"}), strict=True):
