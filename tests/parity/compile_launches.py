@@ -20,7 +20,7 @@ from typing import Any
 
 import triton
 
-from tests.parity.specialization import DEVICES, Specialization, compiled
+from tests.parity.specialization import DEVICES, PACKAGE, Specialization, compiled
 
 Answer = dict[str, Any]
 """What :func:`compiled` returns, or ``error``."""
@@ -47,9 +47,10 @@ def compiled_beside(case: Specialization) -> Answer:
 def report(case: Specialization, sender: Connection) -> None:
     """Compile and send what comes of it."""
     try:
-        sender.send(compiled(case))
+        answer = compiled(case)
     except Exception as error:  # noqa: BLE001 - whatever stops the compiler is the answer
-        sender.send({"error": f"{type(error).__name__}: {error}"})
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    sender.send(answer)
 
 
 def problem(case: Specialization, answer: Answer) -> str:
@@ -93,7 +94,8 @@ def main(arguments: Sequence[str]) -> int:
         for case in map(Specialization.from_json, asked.file.read_text().splitlines())
         if case.architecture in (asked.architectures or DEVICES) and case.kernel in (asked.kernels or (case.kernel,))
     ]
-    PROCESSES.set_forkserver_preload(["tests.parity.specialization"])
+    modules = {f"{PACKAGE}.{case.kernel.partition('.')[0]}" for case in cases}
+    PROCESSES.set_forkserver_preload([compiled.__module__, *sorted(modules)])
     wrong = 0
     for case, answer in answers(cases, asked.file.with_name(f"{asked.file.name}.done"), asked.processes):
         if found := problem(case, answer):

@@ -47,6 +47,10 @@ def _fit(values: Tensor, centroids: int, metric: Tensor | None, iterations: int,
 @_fit.register_kernel("cuda")
 def _(values: Tensor, centroids: int, metric: Tensor | None, iterations: int, initial: Tensor | None) -> Tensor:
     check_detached(values, "values")
+    if metric is not None:
+        check_detached(metric, "metric")
+    if initial is not None:
+        check_detached(initial, "initial centroids")
     check_available("values")
     from quantwm_kernels.triton import codebook as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
 
@@ -74,6 +78,8 @@ def _nearest(values: Tensor, centroids: Tensor, metric: Tensor | None, count: in
 def _(values: Tensor, centroids: Tensor, metric: Tensor | None, count: int) -> Tensor:
     check_detached(values, "values")
     check_detached(centroids, "centroids")
+    if metric is not None:
+        check_detached(metric, "metric")
     check_available("values")
     from quantwm_kernels.triton import codebook as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
 
