@@ -49,8 +49,15 @@ def report(case: Specialization, sender: Connection) -> None:
     try:
         answer = compiled(case)
     except Exception as error:  # noqa: BLE001 - whatever stops the compiler is the answer
-        answer = {"error": f"{type(error).__name__}: {error}"}
+        answer = {"error": "\nbecause of ".join(f"{type(each).__name__}: {each}" for each in causes(error))}
     sender.send(answer)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what it was raised from, and so on: Triton names a line of each function on the way to the one at fault."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def problem(case: Specialization, answer: Answer) -> str:
