@@ -103,20 +103,16 @@ def parity(session: nox.Session) -> None:
 
 @nox.session(name="compile")
 def compile_launches(session: nox.Session) -> None:
-    """Compile all that the tests of kernels launch, without a GPU: for sm_90 and sm_86, or ``nox -s compile -- ARCHITECTURE ...``."""
+    """Compile all that tests launch, without a GPU: for sm_90 and sm_86, or ``nox -s compile -- ARCHITECTURE ...``."""
     install(session, *group("test"), through="kernels", extra="gpu")
+    install(session, through="models")
     launches = Path(session.create_tmp()).resolve() / "launches"  # what came of them before lies beside it
     launches.unlink(missing_ok=True)
+    folders = ("tests/parity", "tests/kernels", "tests/models", "--ignore=tests/parity/test_compilation.py")
     record = ("-m", "pytest", *TWO_PROCESSES, "-p", "tests.parity.record_launches", "--launches", str(launches))
     for architecture in session.posargs or ("90", "86"):
-        for folder, accepted in (
-            ("parity", (0,)),
-            ("kernels", (0, 1)),
-        ):  # some tests of operators hold the reference alone
-            session.run(
-                "python", *record, "--architecture", architecture, f"tests/{folder}", "--ignore=tests/parity/test_compilation.py",
-                env={"TRITON_INTERPRET": "1", "CI": "1", **ONE_THREAD}, success_codes=accepted,
-            )  # fmt: skip
+        environment = {"TRITON_INTERPRET": "1", "CI": "1", **ONE_THREAD}
+        session.run("python", *record, "--architecture", architecture, *folders, env=environment)
     session.run("python", "-m", "tests.parity.compile_launches", str(launches), "--processes", str(os.cpu_count()))
 
 

@@ -8,16 +8,19 @@ has not yet, as :class:`tests.parity.specialization.Specialization` describes it
 compiles them. Workers of pytest-xdist hand theirs to the process that started them.
 """
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch._library.custom_ops import OPDEFS
 from triton.backends.compiler import BaseBackend
 from triton.runtime.jit import native_specialize_impl
 
+from quantwm_core.errors import QuantWMError
 from quantwm_kernels import launch
 from quantwm_kernels.triton.kernel import Kernel
 from tests.parity.specialization import ALIGNMENT, DEVICES, PACKAGE, Specialization
@@ -46,7 +49,6 @@ def specialization(
 def typed(value: Any, *, special: bool) -> str:
     """Type of a run-time argument and, if a binary is made for more than that, what it takes for granted.
 
-    >>> import torch
     >>> typed(torch.zeros(4, dtype=torch.bfloat16)[1:], special=True), typed(48, special=True), typed(1, special=True)
     ('*bf16', 'i32:16', 'i32:1')
     >>> typed(48, special=False), typed(2**31, special=True), typed(0.5, special=True)
@@ -67,6 +69,7 @@ class Recorder:
 
     def __init__(self, architecture: int) -> None:
         self.architecture = architecture
+        self.holds_back = False
         self.lines: set[str] = set()
 
     def record(self, kernel: Kernel, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -80,17 +83,35 @@ class Recorder:
 
         def launched(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
             self.record(kernel, arguments, options)
-            return original(kernel, grid, *arguments, **options)
+            return nothing if self.holds_back else original(kernel, grid, *arguments, **options)
 
         patch.setattr(Kernel, "_launch", launched)
         patch.setattr(launch, "processors", lambda _: device.processors)
         patch.setattr(launch, "shared_memory", lambda _: device.shared_nbytes)
 
+    def both(self, kernels: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+        """What answers as the reference does, once what ``kernels`` would launch is noted.
+
+        Nothing is launched then, so what would have been written is zero; what is refused for that, or because the reference
+        refuses it too, launches no more.
+        """
+
+        def answer(*arguments: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patch, contextlib.suppress(QuantWMError):
+                patch.setattr(self, "holds_back", True)
+                patch.setattr(torch, "empty", torch.zeros)
+                patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+                kernels(*arguments)
+            return reference(*arguments)
+
+        return answer
+
     def pytest_collection_finish(self) -> None:
-        """Let operators launch kernels for tensors in the memory of the CPU, where the reference serves them otherwise."""
+        """Note what operators would launch, too, that serve tensors in the memory of the CPU by the reference."""
         for operator in OPDEFS.values():
-            if operator._namespace == NAMESPACE and "cpu" not in operator._backend_fns:
-                operator.register_kernel("cpu")(operator._backend_fns["cuda"])
+            if operator._namespace == NAMESPACE:
+                serving = operator._backend_fns
+                operator.register_kernel("cpu")(self.both(serving["cuda"], serving[None]))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -107,6 +128,10 @@ class Recorder:
         known = set(file.read_text().splitlines()) if file.exists() else set()
         with file.open("a") as lines:
             lines.writelines(f"{line}\n" for line in sorted(self.lines - known))
+
+
+def nothing() -> None:
+    """Launch nothing again."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
