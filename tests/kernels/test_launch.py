@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantwm_kernels.launch import full_precision, processors
+from quantwm_kernels.launch import full_precision
 
 MATMUL: Any = torch.backends.cuda.matmul
 newer = pytest.mark.skipif(not hasattr(MATMUL, "fp32_precision"), reason="this torch has the older setting alone")
@@ -49,7 +49,3 @@ def test_full_precision_is_left_as_the_host_states_it() -> None:
     with full_precision():
         assert torch.get_float32_matmul_precision() == "highest"
     assert MATMUL.fp32_precision == "none"
-
-
-def test_without_a_device_there_is_one_processor() -> None:
-    assert processors(torch.device("cpu")) == 1

@@ -10,6 +10,7 @@ compiles them. Workers of pytest-xdist hand theirs to the process that started t
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ class Recorder:
 
     def __init__(self, architecture: int) -> None:
         self.architecture = architecture
-        self.holds_back = False
+        self.holds_back, self.lock = False, threading.RLock()
         self.lines: set[str] = set()
 
     def record(self, kernel: Kernel, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -97,7 +98,7 @@ class Recorder:
         """
 
         def answer(*arguments: Any) -> Any:
-            with pytest.MonkeyPatch.context() as patch, contextlib.suppress(QuantWMError):
+            with self.lock, pytest.MonkeyPatch.context() as patch, contextlib.suppress(QuantWMError):
                 patch.setattr(self, "holds_back", True)
                 patch.setattr(torch, "empty", torch.zeros)
                 patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
