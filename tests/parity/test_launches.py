@@ -9,9 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from quantwm_core.errors import ShapeError
 from quantwm_kernels import launch
 
-pytest.importorskip("quantwm_kernels.triton.kernel", exc_type=ImportError)
+# Not every Triton tells what it would look at in an argument.
+pytest.importorskip("tests.parity.record_launches", exc_type=ImportError)
 
 from quantwm_kernels.triton import codebook, packing
 from tests.parity.record_launches import Recorder
@@ -66,7 +68,22 @@ def test_launches_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch, archi
     assert launch.processors(values.device) == DEVICES[architecture].processors
 
 
-def test_operators_launch_kernels_too(tmp_path: Path) -> None:
+@interpreted
+def test_what_operators_would_launch_is_noted_and_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, codes = recording(monkeypatch), torch.full((16,), 3, dtype=torch.uint8)
+    made = []
+
+    def kernels(codes: torch.Tensor) -> None:
+        made.append(packing.pack(codes))
+        raise ShapeError("zeros do not do")
+
+    assert recorder.both(kernels, lambda _: "the reference's")(codes) == "the reference's"
+    assert not made[0].any()
+    assert list(map(Specialization.from_json, recorder.lines)) == [PACK]
+    assert packing.pack(codes).all()
+
+
+def test_operators_are_recorded_too(tmp_path: Path) -> None:
     file, test = tmp_path / "launches", "test_the_same_input_gives_the_same_bytes_twice[pack_codes-0]"
     plugin = ["-p", "tests.parity.record_launches", "--launches", str(file), "--architecture", "86"]
     run(["-m", "pytest", *plugin, f"tests/kernels/test_operators.py::{test}"], tmp_path, TRITON_INTERPRET="1")
