@@ -2,7 +2,7 @@
 
 No GPU is needed. Prints a line of JSON for each specialisation that does not compile, needs more shared memory than its device
 has, or multiplies operands that are too short, and exits with 1 if there is one. What came of each is kept in FILE.done, so
-that an interrupted run goes on where it was, and one after a change compiles only the kernels that the change reaches.
+that an interrupted run goes on where it was, and compiles nothing again as long as the sources of core and kernels stay.
 Triton's interpreter replaces the compiler, so this runs without ``TRITON_INTERPRET``.
 """
 
@@ -20,6 +20,8 @@ from typing import Any
 
 import triton
 
+import quantwm_core
+import quantwm_kernels
 from tests.parity.specialization import DEVICES, PACKAGE, Specialization, compiled
 
 Answer = dict[str, Any]
@@ -69,15 +71,17 @@ def problem(case: Specialization, answer: Answer) -> str:
     return "; ".join(answer["crowded"])
 
 
-def key_of(case: Specialization) -> str:
-    """What an answer depends on: Triton, the source of the kernel and of what it calls, and the specialisation."""
-    return hashlib.sha256(f"{triton.__version__} {case.function.cache_key} {case.to_json()}".encode()).hexdigest()
+def key_of(case: Specialization, sources: str) -> str:
+    """What an answer depends on; Triton's own key of a kernel depends on what its process has looked at before."""
+    return hashlib.sha256(f"{triton.__version__}\n{sources}\n{case.to_json()}".encode()).hexdigest()
 
 
 def answers(cases: Sequence[Specialization], done: Path, processes: int) -> Iterator[tuple[Specialization, Answer]]:
     """Each specialisation with what came of it, before or now."""
     known = dict(json.loads(line) for line in done.read_text().splitlines()) if done.exists() else {}
-    keyed = [(key_of(case), case) for case in cases]
+    folders = [Path(str(package.__file__)).parent for package in (quantwm_core, quantwm_kernels)]
+    sources = "".join(path.read_text() for folder in folders for path in sorted(folder.rglob("*.py")))
+    keyed = [(key_of(case, sources), case) for case in cases]
     yield from ((case, known[key]) for key, case in keyed if key in known)
     with ThreadPoolExecutor(processes) as pool, done.open("a") as lines:
         running = {pool.submit(compiled_beside, case): (key, case) for key, case in keyed if key not in known}
