@@ -28,6 +28,9 @@ from tests.parity.specialization import ALIGNMENT, DEVICES, PACKAGE, Specializat
 
 NAMESPACE = "quantwm"
 WORKER = "launches"
+ZEROS = torch.zeros
+# No status tells of a NaN where nothing was launched, so that linear algebra meets it.
+REFUSED = (QuantWMError, torch.linalg.LinAlgError)  # type: ignore[attr-defined]  # which torch documents and does not list
 
 
 def specialization(
@@ -98,9 +101,10 @@ class Recorder:
         """
 
         def answer(*arguments: Any) -> Any:
-            with self.lock, pytest.MonkeyPatch.context() as patch, contextlib.suppress(QuantWMError):
+            with self.lock, pytest.MonkeyPatch.context() as patch, contextlib.suppress(*REFUSED):
                 patch.setattr(self, "holds_back", True)
-                patch.setattr(torch, "empty", torch.zeros)
+                for name in ("empty", "zeros"):  # a test may count what a host asks for
+                    patch.setattr(torch, name, ZEROS)
                 patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
                 kernels(*arguments)
             return reference(*arguments)
