@@ -101,6 +101,21 @@ def parity(session: nox.Session) -> None:
         pytest(session, *TWO_PROCESSES, "tests/parity", TRITON_INTERPRET="1", **ONE_THREAD)
 
 
+@nox.session(name="compile")
+def compile_launches(session: nox.Session) -> None:
+    """Compile all that tests launch, without a GPU: for sm_90 and sm_86, or ``nox -s compile -- ARCHITECTURE ...``."""
+    install(session, *group("test"), through="kernels", extra="gpu")
+    install(session, through="models")
+    launches = Path(session.create_tmp()).resolve() / "launches"  # what came of them before lies beside it
+    launches.unlink(missing_ok=True)
+    folders = ("tests/parity", "tests/kernels", "tests/models", "--ignore=tests/parity/test_compilation.py")
+    record = ("-m", "pytest", *TWO_PROCESSES, "-p", "tests.parity.record_launches", "--launches", str(launches))
+    for architecture in session.posargs or ("90", "86"):
+        environment = {"TRITON_INTERPRET": "1", "CI": "1", **ONE_THREAD}
+        session.run("python", *record, "--architecture", architecture, *folders, env=environment)
+    session.run("python", "-m", "tests.parity.compile_launches", str(launches), "--processes", str(os.cpu_count()))
+
+
 @nox.session
 def sanitize(session: nox.Session) -> None:
     """Let compute-sanitizer watch every kernel on a GPU: accesses out of bounds, and races in shared memory."""

@@ -7,26 +7,16 @@ Triton's interpreter replaces the compiler, so this runs as a process of its own
 
 import importlib
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from quantwm_kernels.launch import LAUNCHES
 from quantwm_kernels.packed_attention import WIDE_CHANNELS
 from quantwm_kernels.reading_batches import launch_of
 from quantwm_kernels.recipe import FEWEST_DIGITS, Form, Recipe, Steps
 from quantwm_kernels.triton.reading import constants
-
-# Compute capability, and the shared memory that a program may have there.
-SHARED_NBYTES: Mapping[int, int] = {
-    80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10,
-}  # fmt: skip
-PACKAGE = "quantwm_kernels.triton"
+from tests.parity.specialization import ALIGNMENT, DEVICES, PACKAGE, Specialization, compiled
 
 
 @dataclass(frozen=True)
@@ -47,7 +37,19 @@ class Case:
     arguments: str
     constants: Mapping[str, float] = field(default_factory=dict)
     variant: str = ""
-    architectures: tuple[int, ...] = tuple(SHARED_NBYTES)
+    architectures: tuple[int, ...] = tuple(DEVICES)
+
+    @property
+    def specializations(self) -> Iterator[Specialization]:
+        """What each architecture compiles: pointers lie at whole vectors, and so do the strides of what is sealed."""
+        launch = LAUNCHES[self.launch]
+        types = dict(argument.split(":") for argument in self.arguments.split())
+        for name in types:
+            if types[name][0] == "*" or name in ("batch_stride", "head_stride", "token_stride"):
+                types[name] += f":{ALIGNMENT}"
+        for architecture in self.architectures:
+            blocks = {**launch.blocks, **self.constants}
+            yield Specialization(self.kernel, types, blocks, launch.compiler_options, architecture)
 
 
 READ = (
@@ -134,7 +136,7 @@ def seal(
     launch: str,
     *,
     variant: str = "",
-    architectures: tuple[int, ...] = tuple(SHARED_NBYTES),
+    architectures: tuple[int, ...] = tuple(DEVICES),
     scales: str = "*u8",
     largest: str = "*fp32",
     tokens: str = "*bf16",
@@ -169,7 +171,7 @@ CASES = (
         "steps:*fp32 largest:*fp32 stored:*u8 super_scale:*fp32 per_stream:i32 total:i64",
     ),
     Case("scales.decode_kernel", "decode_scales", "stored:*u8 super_scale:*fp32 steps:*fp32 per_stream:i32 total:i64"),
-    read("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, architectures=tuple(SHARED_NBYTES)),
+    read("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, architectures=tuple(DEVICES)),
     read("quantwm, sparse", Recipe(Form.AFFINE, 256, 64, 1, rank=16, steps=Steps.EITHER), Recipe(Form.EXACT, 256)),
     read(
         "quantwm, high rank",
@@ -190,7 +192,7 @@ CASES = (
     attend("klt, rotated", TRANSFORM, TRANSFORM, rotated=True, architectures=(80, 86, 90)),
     attend("klt, wide", Recipe(Form.TRANSFORM, 256, 2, rank=128), Recipe(Form.EXACT, 256), architectures=(86,)),
     attend("oscar", ROTATED, ROTATED, architectures=(90,)),
-    attend("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, architectures=tuple(SHARED_NBYTES)),
+    attend("quantwm", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, architectures=tuple(DEVICES)),
     attend("quantwm, divided", Recipe(Form.AFFINE, 128, 64, 1, rank=8), CLUSTERED, divided=True),
     attend(
         "quantwm, wide",
@@ -347,39 +349,14 @@ CASES = (
 )
 
 
-def crowded(code: str) -> list[str]:
-    """Operands of matrix products whose summed axis is shorter than the four threads that share it would fill."""
-    found = re.findall(r"tensor<(\d+)x(\d+)x\w+, #ttg\.dot_op<{opIdx = (\d), parent = #\w+, kWidth = (\d+)", code)
-    operands = {(int(columns if side == "0" else rows), int(width)) for rows, columns, side, width in found}
-    return [f"{length} summed, {width} a thread" for length, width in sorted(operands) if length < 4 * width]
-
-
-def compiled(case: Case) -> Iterator[dict[str, object]]:
-    """Compile a case for every architecture."""
-    module, _, name = case.kernel.partition(".")
-    kernel = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name).function
-    types = dict(argument.split(":") for argument in case.arguments.split())
-    launch = LAUNCHES[case.launch]
-    fixed = {**launch.blocks, **case.constants}
-    vectors = [
-        name for name in types if types[name][0] == "*" or name in ("batch_stride", "head_stride", "token_stride")
-    ]
-    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in vectors}
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    for architecture in case.architectures:
-        source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
-        target = GPUTarget("cuda", architecture, 32)
-        binary = triton.compile(source, target=target, options=launch.compiler_options)
-        yield {
-            "kernel": case.kernel,
-            "variant": case.variant,
-            "architecture": architecture,
-            "shared": binary.metadata.shared,
-            "crowded": crowded(binary.asm["ttgir"]),
-        }
+def lines() -> Iterator[dict[str, object]]:
+    """What comes of every case on every architecture."""
+    for case in CASES:
+        for each in case.specializations:
+            known = {"kernel": case.kernel, "variant": case.variant, "architecture": each.architecture}
+            yield known | compiled(each)
 
 
 if __name__ == "__main__":
-    for each in CASES:
-        for line in compiled(each):
-            sys.stdout.write(json.dumps(line) + "\n")
+    for line in lines():
+        sys.stdout.write(json.dumps(line) + "\n")

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,27 +15,28 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 ROOT = Path(__file__).parents[2]
 
 
-def run(arguments: list[str], cache: Path) -> str:
-    """Output of a Python process in which Triton compiles."""
+def run(arguments: Sequence[str], cache: Path, expected: int = 0, **further: str) -> str:
+    """Output of a Python process that exits as ``expected``; Triton compiles in it unless ``further`` variables say otherwise."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(ROOT), *sys.path])
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path} | further
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == expected, done.stderr[-4000:]
     return done.stdout
 
 
 @pytest.mark.slow
 def test_every_kernel_compiles_and_fits(tmp_path: Path) -> None:
-    from tests.parity.compile_ahead import CASES, SHARED_NBYTES
+    from tests.parity.compile_ahead import CASES
+    from tests.parity.specialization import DEVICES
 
     lines = [json.loads(line) for line in run(["-m", "tests.parity.compile_ahead"], tmp_path).splitlines()]
     assert len(lines) == sum(len(case.architectures) for case in CASES)
     for kernel in {case.kernel for case in CASES}:
-        assert {line["architecture"] for line in lines if line["kernel"] == kernel} == set(SHARED_NBYTES)
-    over = [line for line in lines if line["shared"] > SHARED_NBYTES[line["architecture"]]]
+        assert {line["architecture"] for line in lines if line["kernel"] == kernel} == set(DEVICES)
+    over = [line for line in lines if line["shared"] > DEVICES[line["architecture"]].shared_nbytes]
     assert over == []
     assert [line for line in lines if line["crowded"]] == []
 

@@ -62,6 +62,10 @@ def _(
     relaxation: float = 1.0,
 ) -> Tensor:
     check_detached(values, "values")
+    if metric is not None:
+        check_detached(metric, "metric")
+    if initial is not None:
+        check_detached(initial, "initial centroids")
     check_available("values")
     from quantwm_kernels.triton import codebook as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
 
@@ -96,6 +100,8 @@ def _nearest(values: Tensor, centroids: Tensor, metric: Tensor | None, count: in
 def _(values: Tensor, centroids: Tensor, metric: Tensor | None, count: int) -> Tensor:
     check_detached(values, "values")
     check_detached(centroids, "centroids")
+    if metric is not None:
+        check_detached(metric, "metric")
     check_available("values")
     from quantwm_kernels.triton import codebook as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
 

@@ -155,7 +155,11 @@ def packed_attention_pays(rows: int, channels: int) -> bool:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; 1 where there is none."""
+    """Multiprocessors of a device; 1 where there is none.
+
+    >>> processors(torch.device("cpu"))
+    1
+    """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

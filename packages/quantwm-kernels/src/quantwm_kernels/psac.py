@@ -85,6 +85,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     check_detached(error, "error")
     check_detached(basis, "basis")
+    check_detached(energies, "energies")
     check_available("error")
     from quantwm_kernels.triton import psac as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
 

@@ -42,6 +42,9 @@ def _(
 ) -> Tensor:
     check_detached(keys, "keys")
     check_detached(centroids, "centroids")
+    check_detached(sensitivity, "sensitivity")
+    if metric is not None:
+        check_detached(metric, "metric")
     check_available("keys")
     from quantwm_kernels.triton import qsac as kernels  # noqa: PLC0415 - Triton is needed on a GPU only
 
