@@ -53,8 +53,8 @@ class Specialization:
 
     kernel: str
     types: Mapping[str, str]
-    constants: Mapping[str, int | bool]
-    options: Mapping[str, int | bool]
+    constants: Mapping[str, float]
+    options: Mapping[str, float]
     architecture: int
 
     @classmethod
