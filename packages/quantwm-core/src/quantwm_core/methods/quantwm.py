@@ -75,6 +75,8 @@ class QuantWM:
             raise ParameterError(f"quantwm metric {self.metric!r}: known: {', '.join(METRICS)}")
         if self.rounding not in ROUNDINGS:
             raise ParameterError(f"quantwm rounding {self.rounding!r}: known: {', '.join(ROUNDINGS)}")
+        if self.rank < 0:
+            raise ParameterError(f"quantwm rank {self.rank}: need at least 0, which switches PSAC off")
         codebook.check_size(self.centroids)
         affine.check_group_multiple(self.group_size)
         affine.check_scale_candidates(self.scale_candidates)
