@@ -97,9 +97,8 @@ class Attachment:
             ParameterError: The adapter does not say how the host is restored.
         """
         self.adapter = getattr(adapter.attach, "__module__", None) or type(adapter).__module__
-        undo: object = None
         try:
-            undo = adapter.attach(pipeline, self._make_cache)
+            undo: object = adapter.attach(pipeline, self._make_cache)
         except QuantWMError:
             raise
         except (AttributeError, LookupError, TypeError, ValueError) as error:
