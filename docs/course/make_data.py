@@ -119,7 +119,7 @@ def draw_spectrum() -> None:
     axis.legend(loc="upper right")
     stairs = axis.twinx()
     stairs.fill_between(directions, np.pad(bits, (0, len(rows) - len(bits))), step="mid", alpha=0.15, color="tab:green")
-    stairs.set_ylabel("bits")
+    stairs.set_ylabel("bits (green)")
     stairs.set_ylim(0, 16)
     stairs.set_yticks((0, 2, 4, 8))
     figure.savefig(SPECTRUM, dpi=120)

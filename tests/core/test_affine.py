@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quantwm_core import affine, packing, scales
 from quantwm_core.domain import BF16, E4M3
-from quantwm_core.errors import ParameterError, ShapeError
+from quantwm_core.errors import DomainError, ParameterError, ShapeError
 from tests.core import scalar, strategies, tolerances
 from tests.core.compare import assert_bits, assert_within
 
@@ -275,3 +275,13 @@ def test_a_search_takes_a_fifth_off_the_error_of_ordinary_groups() -> None:
 def test_an_impossible_search_is_refused(candidates: int) -> None:
     with pytest.raises(ParameterError, match=f"scale candidates {candidates}"):
         affine.check_scale_candidates(candidates)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # Inf less Inf
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("candidates", [1, 4])
+def test_values_that_no_group_holds_are_refused(bad: float, candidates: int) -> None:
+    values = np.ones((2, 3, 8), np.float32)
+    values[1, 2, 5] = bad
+    with pytest.raises(DomainError, match=r"^group scales: NaN or infinite, as those of such values are"):
+        affine.encode(values, 4, candidates)

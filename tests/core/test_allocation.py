@@ -136,6 +136,12 @@ def test_a_budget_without_a_block_is_refused(bits: float, channels: int, least: 
     assert allocation.budget(least + 1e-9, channels) == 2
 
 
+@pytest.mark.parametrize("bits", [float("nan"), float("inf"), -2.0, -0.1])
+def test_a_budget_that_is_none_is_refused(bits: float) -> None:
+    with pytest.raises(ParameterError, match=f"^{bits} bits an element of head dimension 128: need 0.125"):
+        allocation.budget(bits, 128)
+
+
 @pytest.mark.parametrize("width", CODED_WIDTHS)
 def test_the_table_of_distortions_is_that_of_a_normal_variable(width: int) -> None:
     from quantwm_core import directions

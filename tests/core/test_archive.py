@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -182,6 +184,14 @@ def test_what_cannot_be_sealed_is_named_with_layer_chunk_and_tensor(name: str, p
     parts[part][0, 1, 37, 5] = bad
     with pytest.raises(DomainError, match=f"^layer 4, chunk 2, {part}: 1 of"):
         archive.compress(Dump(**parts), SCHEMES[name], 16, layer=4)
+
+
+def test_all_that_is_too_large_is_counted() -> None:
+    dump = _dump()
+    keys = dump.keys.astype(np.float32) * np.float32(1e30)
+    count = 2 * 16 * 32
+    with pytest.raises(DomainError, match=f"^layer 4, chunk 0, keys: {count} of {count} values"):
+        archive.compress(replace(dump, keys=keys), SCHEMES["quantwm"], 16, layer=4)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from itertools import product
 from math import exp, log, sqrt
 
@@ -157,3 +158,13 @@ def test_attention_kl_is_the_divergence_of_the_softmax() -> None:
             total += sum(p * log(p / q) for p, q in zip(*weights, strict=True))
         assert got[head] == pytest.approx(total / 4, rel=1e-4)
     np.testing.assert_allclose(attention.attention_kl(exact, exact), 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("measure", [attention.selection_shift, attention.logit_error, attention.attention_kl])
+@pytest.mark.parametrize("shape", [(2, 4, 9), (2, 3, 8), (1, 4, 8), (4, 8)])
+def test_logits_of_other_tokens_are_not_compared(
+    measure: Callable[[np.ndarray, np.ndarray], np.ndarray], shape: tuple[int, ...], unchecked: None
+) -> None:
+    exact, other = np.zeros((2, 4, 8), np.float32), np.zeros(shape, np.float32)
+    with pytest.raises(ShapeError, match=r"exact logits \(2, 4, 8\) and approximate ones .*: need the same shape"):
+        measure(exact, other)

@@ -207,7 +207,9 @@ def test_metadata_may_be_null(tmp_path: Path) -> None:
 
 def test_a_number_format_that_no_chunk_uses_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(_joined({"x": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}, b"\0" * 8))
-    with pytest.raises(FormatError, match="array 'x' has dtype F64; known: BF16"):
+    with pytest.raises(
+        FormatError, match=r"array 'x' has dtype F64; known: BF16, .*; convert it to one of these first"
+    ):
         read_arrays(tmp_path / "a")
 
 
@@ -262,6 +264,21 @@ def _set(*keys: str | int, value: Any) -> Any:
 def test_a_damaged_chunk_table_is_refused(path: Path, change: Any) -> None:
     _with_table(path, change)
     with pytest.raises(FormatError, match=r"chunk table is damaged|arrays that no chunk names"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_set(0, "start", value=...), "its entry 0 lacks 'start'"),
+        (_set(0, value=5), "its entry 0 cannot be read: 'int' object"),
+        (lambda table: table.append(table[0]), "its entry 4 lacks 'layer.0.chunk.0.keys"),
+        (lambda _: 5, "it is no list in JSON"),
+    ],
+)
+def test_what_of_a_chunk_table_is_damaged_is_said(path: Path, change: Any, reason: str) -> None:
+    _with_table(path, change)
+    with pytest.raises(FormatError, match=f"chunk table is damaged: {reason}"):
         load(path)
 
 

@@ -288,3 +288,8 @@ def test_no_stream_axis_is_one_stream() -> None:
     table = codebook.fit(unit, 4)
     assert_bits("centroids", codebook.fit(unit[0], 4), table[0])
     assert_bits("index", codebook.nearest(unit[0], table[0], None, 2), codebook.nearest(unit, table, None, 2)[0])
+
+
+def test_values_are_tokens_of_channels(unchecked: None) -> None:
+    with pytest.raises(ShapeError, match=r"^values \(8,\): need \[\.\.\., tokens, channels\]"):
+        codebook.fit(np.zeros(8, np.float32), 2)

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,6 +127,8 @@ def test_bad_input_ends_a_command_with_two_and_a_message(
         (["--chunk", "4", "--set", "threshold=NaN"], "threshold nan"),
         (["--chunk", "4", "--set", "group_size=12"], "group size 12"),
         (["--chunk", "4", "--set", "keys=bf16"], "use --keys"),
+        (["--chunk", "4", "--set", "rank=3", "--set", "rank=4"], "--set rank: given more than once"),
+        (["--chunk", "4", "--set", "group_size=4", "--set", "group-size=4"], "--set group_size: given more than once"),
         (["--chunk", "4", "--set", "chunks-per-seal=2"], "use --chunks-per-seal"),
         (["--chunk", "4", "--set", "decay=2"], "decay 2"),
         (["--chunk", "4", "--set", 'decay="x"'], "decay 'x'"),
@@ -189,6 +192,29 @@ def test_a_damaged_file_is_explained(dump: Path, capsys: pytest.CaptureFixture[s
     for command in ("restore", "inspect"):
         assert main([command, str(target)]) == 2
         assert "truncated" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "foo"}, "unknown method 'foo'; known: bf16"),
+        ({"parameters": {"rank": None}}, "a unit cannot have been sealed as it says: quantwm rank None: need int"),
+        ({"shape": [1, 2, 16, 64]}, "a unit sealed with quantwm"),
+    ],
+)
+def test_what_cannot_be_restored_is_named_with_its_file(
+    change: dict[str, Any], message: str, dump: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = dump.parent / "run.v1.qwm.safetensors"
+    assert main(["compress", str(dump), "--chunk", "16"]) == 0
+    arrays, metadata = read_arrays(target)
+    table = json.loads(metadata["chunks"])
+    table[1]["keys"] |= change
+    write_arrays(target, arrays, metadata | {"chunks": json.dumps(table)})
+    assert main(["restore", str(target)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"quantwm_core: {target}: layer 0: ")
+    assert message in error
 
 
 @pytest.mark.parametrize("name", methods.names())

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,41 @@ def test_a_unit_knows_where_it_stands() -> None:
     assert sealed.nbytes == sealed.bf16_nbytes == 2 * 2 * 2 * 20 * 32
     with pytest.raises(RangeError, match="tokens 0 to 21 of a sealed unit of 20"):
         decode(sealed, 0, 21)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0.5, 3), (0, 3.0), ("0", 3), (True, 3), (0, np.float32(3))])
+def test_a_range_is_of_whole_numbers(start: Any, stop: Any, unchecked: None) -> None:
+    sealed = scheme("rtn").seal(_unit(), _unit())
+    with pytest.raises(RangeError, match=r"tokens .* of a sealed unit of 20: need .* in whole numbers"):
+        decode(sealed, start, stop)
+    first: Any = np.int64(0)
+    assert decode(sealed, first, first + 3)[0].shape == (1, 2, 3, 32)
+
+
+def test_what_is_no_chunk_moment_or_unit_before_is_refused(unchecked: None) -> None:
+    unit: Any = _unit()
+    wrong: Any
+    for wrong in ("x", None, unit):
+        with pytest.raises(ParameterError, match=rf"^chunk: got a {type(wrong).__name__}, need a SealedChunk"):
+            decode(wrong)
+    with pytest.raises(ParameterError, match=r"^moment: got a str, need a QueryMoment"):
+        scheme().seal(unit, unit, "m")  # type: ignore[arg-type]  # the point of it
+    with pytest.raises(ParameterError, match=r"^previous: got a SealedTensor, need a SealedChunk"):
+        scheme().seal(unit, unit, None, scheme().seal(unit, unit).keys)  # type: ignore[arg-type]  # the point of it
+
+
+@pytest.mark.parametrize("parameters", [{"rank": None}, {"rank": -1}, {"x": 1}])
+def test_a_unit_that_cannot_have_been_sealed_as_it_says_is_damaged(parameters: dict[str, Any]) -> None:
+    sealed = scheme("quantwm").seal(_unit(), _unit()).keys
+    with pytest.raises(
+        FormatError, match=r"cannot have been sealed as it says: quantwm .*; it is damaged, or of a later"
+    ):
+        decode_tensor(replace(sealed, parameters=parameters))
+
+
+def test_one_wrong_setting_is_named_alone() -> None:
+    with pytest.raises(ParameterError, match=r"^quantwm rank -1: need at least 0, which switches PSAC off$"):
+        scheme("quantwm", rank=-1)
 
 
 def test_a_unit_that_claims_another_shape_is_refused() -> None:

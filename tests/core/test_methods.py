@@ -358,6 +358,20 @@ def test_an_impossible_parameter_is_refused(name: str, parameters: dict[str, Any
 
 
 @pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        (name, field, value)
+        for name in methods.names()
+        for field in methods.parameter_names(name)
+        for value in (-1, -1.0, float("nan"), float("inf"))
+    ],
+)
+def test_no_method_takes_a_number_that_none_can_use(name: str, field: str, value: float, unchecked: None) -> None:
+    with pytest.raises(ParameterError):
+        methods.get(name, **{field: value})
+
+
+@pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
         ("quantwm", {"rank": 65}, "rank 65: need at most 64"),

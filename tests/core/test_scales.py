@@ -4,6 +4,7 @@ from hypothesis import given
 
 from quantwm_core import scales
 from quantwm_core.domain import E4M3
+from quantwm_core.errors import DomainError
 from tests.core import scalar, strategies
 from tests.core.compare import assert_bits
 
@@ -83,3 +84,17 @@ def test_a_power_of_two_moves_the_super_scale_alone(power: int) -> None:
     scaled, scaled_super = scales.encode(np.ldexp(steps, power))
     assert_bits("scales", scaled.view(np.uint8), stored.view(np.uint8))
     assert_bits("super-scale", scaled_super, np.ldexp(super_scale, power))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_scales_that_no_byte_holds_are_refused(bad: float) -> None:
+    steps = np.ones((2, 3, 4), np.float32)
+    steps[1, 2, 0] = bad
+    for call in (scales.encode, scales.super_scale_of):
+        with pytest.raises(DomainError, match=r"^group scales: NaN or infinite"):
+            call(steps)
+
+
+def test_a_negative_scale_is_refused() -> None:
+    with pytest.raises(DomainError, match=r"^group scale -0\.5: need 0 or more"):
+        scales.encode(strategies.fp32([[[1.0, -0.5]]]))

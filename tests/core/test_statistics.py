@@ -223,6 +223,14 @@ def test_an_impossible_rank_is_refused(rank: int) -> None:
         statistics.principal_basis(np.eye(8, dtype=np.float32)[None], rank)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -1.0])
+def test_what_is_no_moment_has_no_directions(bad: float) -> None:
+    mean = np.eye(8, dtype=np.float32)[None]
+    mean[0, 3, 3] = bad
+    with pytest.raises(DomainError, match=r"^query moment: "):
+        statistics.principal_basis(mean, 2)
+
+
 def test_a_moment_is_a_value() -> None:
     moment = QueryMoment(np.zeros((1, 1, 4, 4), np.float32), 1)
     with pytest.raises(AttributeError):

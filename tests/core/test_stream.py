@@ -236,7 +236,7 @@ def test_an_empty_chunk_is_refused(tokens: int) -> None:
     [
         ((0,), "chunks_per_seal 0"),
         ((1, -1), "recent_tokens -1"),
-        ((1, 0, -1), "sink -1"),
+        ((1, 0, -1), "^sink -1: need a whole number of at least 0$"),
         ((1, 0, 0, 0), "window 0"),
         ((1, 0, 4, 4), "window 4: need more tokens than the sink's 4"),
     ],

@@ -2,11 +2,19 @@
 
 import importlib
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from quantwm_core.errors import ParameterError
 from quantwm_models import adapters
+from quantwm_models.adapters.causal_forcing import CausalForcing
+from quantwm_models.adapters.hy_world import HyWorld
+from quantwm_models.adapters.longcat_video import LongCatVideo
+from quantwm_models.adapters.matrix_game import MatrixGame
 
 ROOT = Path(__file__).parents[2]
 OWN = [path.stem for path in Path(adapters.__path__[0]).glob("*.py") if path.stem != "__init__"]
@@ -28,3 +36,30 @@ def test_an_adapter_has_an_extra_a_page_and_both_kinds_of_tests(name: str) -> No
     assert (ROOT / f"tests/models/test_{name}.py").is_file()
     assert (ROOT / f"tests/hosts/test_{name}.py").is_file()
     assert name in (ROOT / "noxfile.py").read_text(encoding="utf-8")
+
+
+COUNTS: tuple[Callable[[Any], Any], ...] = (
+    lambda frames: CausalForcing(frames=frames).frames,
+    lambda window: MatrixGame(window=window).window,
+    lambda units: LongCatVideo(first_units=units).first_units,
+)
+
+
+@pytest.mark.parametrize("told", COUNTS)
+def test_an_option_that_counts_is_checked_when_it_is_said(told: Callable[[Any], Any]) -> None:
+    for count in ("4", 24.5, 2.0, True, 0, -1, float("nan"), [4]):
+        with pytest.raises(ParameterError, match=r"^(frames|window|first_units)=.*: need a whole number of at least 1"):
+            told(count)
+    assert told(np.int64(4)) == 4
+
+
+def test_an_option_that_may_be_left_out_is_none() -> None:
+    assert CausalForcing(frames=None).frames is MatrixGame(window=None).window is None
+    with pytest.raises(ParameterError, match=r"^first_units=None: need a whole number of at least 1$"):
+        LongCatVideo(first_units=None)  # type: ignore[arg-type]  # the point of it
+
+
+@pytest.mark.parametrize("once", ["yes", 1, None])
+def test_an_option_that_is_on_or_off_is_a_bool(once: Any) -> None:
+    with pytest.raises(ParameterError, match=r"^once=.*: need True or False$"):
+        HyWorld(once=once)

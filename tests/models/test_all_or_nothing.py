@@ -64,6 +64,7 @@ def test_a_chunk_that_cannot_be_sealed(method: str, kind: str, value: float) -> 
     ("settings", "message"),
     [
         ({"sink": 1.5}, "sink 1.5: need a whole number"),
+        ({"sink": -1}, "^sink -1: need a whole number of at least 0$"),
         ({"window": True}, "window True: need a whole number or None"),
         ({"window": "x"}, "window 'x': need a whole number or None"),
         ({"workspace": 3}, r"workspace 3: need Workspace\(\) or None"),

@@ -1,9 +1,11 @@
 """A cache under a live host: nothing of the host changes but its memory, and nothing stays behind."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +15,12 @@ from torch import Tensor
 from quantwm_core.errors import DomainError, ParameterError, StateError, UnknownNameError
 from quantwm_core.method import scheme
 from quantwm_models import Attachment, CacheObserver, LayerCache, adapters, attach
+from quantwm_models.adapters import causal_forcing
 from quantwm_models.errors import HostError, UnknownHostError
 from quantwm_models.patching import module_of
 from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
 from quantwm_models.store import Store
-from tests.models import rolling_host
+from tests.models import causal_forcing_host, rolling_host
 from tests.models.chunks import bits, normal
 from tests.models.rolling_host import Pipeline, Settings
 
@@ -379,6 +382,53 @@ def test_wrong_settings_change_nothing() -> None:
         with pytest.raises(ParameterError, match=r"observers? .*: need a "):
             attach(pipeline, adapter=ADAPTER, observers=observers)  # type: ignore[arg-type]  # on purpose
     assert vars(pipeline) == before
+
+
+def careless(undo: object = None) -> Any:
+    """An adapter as an object, whose ``attach`` returns ``undo`` or, if that is an error, raises it."""
+
+    def attach(pipeline: object, make_cache: MakeCache) -> object:
+        if isinstance(undo, Exception):
+            raise undo
+        return undo
+
+    return SimpleNamespace(matches=lambda _: True, attach=attach)
+
+
+@pytest.mark.parametrize("undo", [None, 3, ()])
+def test_an_adapter_that_does_not_say_how_a_host_is_restored_is_refused(undo: object) -> None:
+    with pytest.raises(ParameterError, match=rf"adapter in {__name__}: its attach\(\) returned .*, need a function"):
+        attach(Pipeline(Settings()), "bf16", adapter=careless(undo))
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("blocks"), AttributeError("blocks"), IndexError(), TypeError("x"), ValueError("x")]
+)
+def test_an_adapter_that_stumbles_over_a_host_is_named(error: Exception) -> None:
+    message = re.escape(f"Pipeline: attach() of the adapter in {__name__} failed with {error!r}")
+    with pytest.raises(HostError, match=message) as raised:
+        attach(Pipeline(Settings()), "bf16", adapter=careless(error))
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [HostError("no blocks"), StateError("attached"), RuntimeError("no memory")])
+def test_other_errors_of_an_adapter_come_as_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised:
+        attach(Pipeline(Settings()), "bf16", adapter=careless(error))
+    assert raised.value is error
+
+
+def test_an_adapter_as_an_object_is_the_one_whose_module_it_becomes() -> None:
+    bare = SimpleNamespace(matches=causal_forcing.matches, attach=causal_forcing.attach)
+    for adapter in (causal_forcing, causal_forcing.CausalForcing(), bare):
+        with attach(causal_forcing_host.CausalInferencePipeline(9, 3), "bf16", adapter=adapter) as attachment:
+            assert attachment.adapter == "quantwm_models.adapters.causal_forcing"
+
+
+@pytest.mark.parametrize("offload", ["yes", 1, None])
+def test_offload_is_true_or_false(offload: Any) -> None:
+    with pytest.raises(ParameterError, match=r"offload=.*: need True or False"):
+        attach(Pipeline(Settings()), "bf16", adapter=ADAPTER, offload=offload)
 
 
 class Unlike(Pipeline):

@@ -132,7 +132,6 @@ def test_room_for_more_frames_than_stock_code_allows() -> None:
         (lambda: CausalInferencePipeline(window=6), 24, "frames=24 for a host with a window"),
         (RollingInferencePipeline, 24, "frames=24 for a host with a window"),
         (CausalInferencePipeline, 65, "frames=65: need 1 to 64, the host's temporal positions"),
-        (CausalInferencePipeline, 0, "frames=0: need 1 to 64"),
     ],
 )
 def test_room_that_cannot_be_made(make: Callable[[], Any], frames: int, message: str) -> None:

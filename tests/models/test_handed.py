@@ -44,13 +44,13 @@ def test_what_are_no_caches_is_refused_and_the_file_stays(caches: Any, message: 
     assert saved.read_bytes() == before
 
 
-@pytest.mark.parametrize("layer", ["a", None, [1], 1.5, True, 10**40, -(2**63) - 1])
+@pytest.mark.parametrize("layer", ["a", None, [1], 1.5, True, 10**40, -1])
 def test_a_layer_that_no_file_holds_is_refused_before_it_is_made(layer: Any) -> None:
-    with pytest.raises(ParameterError, match=r"layer .*: need a whole number of at most 64 bits"):
+    with pytest.raises(ParameterError, match=r"layer .*: need a whole number from 0 to"):
         LayerCache(layer=layer)
 
 
-@pytest.mark.parametrize("layer", [-(2**63), 2**63 - 1, np.int64(3)])
+@pytest.mark.parametrize("layer", [0, 2**63 - 1, np.int64(3)])
 def test_any_other_layer_is_saved(layer: int, tmp_path: Path) -> None:
     cache, other = LayerCache("bf16", layer=layer), LayerCache("bf16", layer=layer)
     cache.append(*chunk(0))

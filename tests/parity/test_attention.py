@@ -1,5 +1,8 @@
 """attend, attention_logits, logit_error, selection_shift and attention_kl of CUDA tensors, against the reference."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -93,3 +96,11 @@ def test_what_does_not_fit_is_refused(anywhere: torch.device) -> None:
     for top in (0, 5):
         with pytest.raises(ParameterError, match="need 1 to 4"):
             dense.dense_selection_shift(one, one, top)
+    measures: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+        dense.dense_logit_error,
+        partial(dense.dense_selection_shift, top=1),
+        dense.dense_attention_kl,
+    )
+    for measure in measures:
+        with pytest.raises(ShapeError, match=r"exact logits \(1, 2, 3, 4\) and approximate ones \(1, 2, 3, 3\)"):
+            measure(one, one[..., :3])

@@ -80,7 +80,10 @@ def _restore(options: argparse.Namespace) -> None:
     layers, _ = chunk.load(options.file)
     arrays: dict[str, np.ndarray] = {}
     for number, chunks in layers.items():
-        dump = archive.restore(chunks)
+        try:
+            dump = archive.restore(chunks)
+        except QuantWMError as error:
+            raise type(error)(f"{options.file}: layer {number}: {error}") from error
         arrays |= {f"layer.{number}.keys": dump.keys, f"layer.{number}.values": dump.values}
     chunk.write_arrays(out, arrays)
     print(f"{out}: {sum(array.nbytes for array in arrays.values())} bytes of BF16")
@@ -139,7 +142,11 @@ def _summary(layers: dict[int, list[chunk.SealedChunk]]) -> str:
 
 def _scheme(options: argparse.Namespace) -> method.Scheme:
     """What the options of ``compress`` choose."""
-    settings = dict(_setting(text) for text in options.set)
+    pairs = [_setting(text) for text in options.set]
+    settings = dict(pairs)
+    if len(settings) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ParameterError(f"--set {max(names, key=names.count)}: given more than once; say it once")
     own = ("method", "keys", "values", "preset", "chunks_per_seal")
     if taken := [name for name in own if name in settings]:
         raise ParameterError(f"--set {taken[0]}: use --{taken[0].replace('_', '-')} instead")

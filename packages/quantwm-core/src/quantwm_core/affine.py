@@ -121,6 +121,9 @@ def encode_groups(
 
     Returns:
         codes and zero-points (uint8, 0 to 3, not yet packed), E4M3 scales, FP32 super-scale.
+
+    Raises:
+        DomainError: A value is NaN or infinite, or the range of a group is.
     """
     zero = np.float32(0)
     low, high = np.minimum(groups.min(axis=-1), zero), np.maximum(groups.max(axis=-1), zero)
@@ -186,6 +189,7 @@ def encode(
 
     Raises:
         ParameterError: The group size does not fit.
+        DomainError: A value is NaN or infinite, or the range of a group is.
 
     >>> code = encode(np.float32([[[0.0, 1.0, 2.0, 3.0]]]), 4)
     >>> packing.unpack(code.codes, 4), code.scales.astype(np.float32) * code.super_scale

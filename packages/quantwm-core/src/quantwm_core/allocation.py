@@ -7,6 +7,7 @@ how many blocks have 8, 4 and 2 bits (:data:`CODED_WIDTHS`). A width leaves the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,19 +49,19 @@ def budget(bits: float, channels: int) -> int:
 
     Raises:
         ShapeError: The head dimension is no whole number of blocks.
-        ParameterError: That is not a single block of two bits.
+        ParameterError: That is not a single block of two bits, or no finite number.
 
     >>> budget(2.0, 128), budget(1.25, 80)
     (32, 12)
     """
     check_channels(channels)
-    nbytes = int(bits * channels / 8) // 2 * 2
-    if nbytes == 0:
+    nbytes = bits * channels / 8
+    if not 2 <= nbytes < math.inf:
         raise ParameterError(
             f"{bits} bits an element of head dimension {channels}: need {BLOCK * CODED_WIDTHS[-1] / channels}, "
             f"two bits for {BLOCK} directions"
         )
-    return nbytes
+    return int(nbytes) // 2 * 2
 
 
 def token_bytes(counts: Sequence[int] | UInt8[np.ndarray, "3"]) -> int:

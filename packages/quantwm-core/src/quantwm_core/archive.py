@@ -173,7 +173,7 @@ def _check(dump: Dump, chunk_tokens: int, layer: int) -> None:
     """Refuse what could not be sealed before any work is done."""
     given = {"keys": dump.keys, "values": dump.values} | ({} if dump.queries is None else {"queries": dump.queries})
     for name, array in given.items():
-        domain.to_bf16(array[:, :, :1] if array.ndim == 4 else array, f"layer {layer}, {name}", rank=4)
+        domain.check_kind(array, f"layer {layer}, {name}", rank=4)
     if dump.keys.shape[:3] != dump.values.shape[:3]:
         raise ShapeError(f"layer {layer}: keys {dump.keys.shape} and values {dump.values.shape} hold different tokens")
     if dump.queries is not None:

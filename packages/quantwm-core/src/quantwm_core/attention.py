@@ -5,6 +5,8 @@ Everything here is FP32 on whole matrices: a reference, not a way to run a model
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Float, Float32
 
@@ -97,16 +99,29 @@ def logit_error(
     A constant shift of a query's logits changes no attention weight, hence the centring. 0 is exact; 1 is as bad as
     equal logits. Heads whose logits do not vary at all give 0.
 
+    Raises:
+        ShapeError: The two are not of the same shape.
+
     >>> exact = np.float32([[[0.0, 2.0]]])
     >>> logit_error(exact, exact + 5), logit_error(exact, exact * 1.5)
     (array([0.], dtype=float32), array([0.25], dtype=float32))
     """
+    check_alike(exact.shape, approximate.shape)
     difference = approximate - exact
     difference = difference - difference.mean(axis=-1, keepdims=True)
     spread = exact - exact.mean(axis=-1, keepdims=True)
     power = np.square(spread).sum(axis=(-2, -1))
     error = np.square(difference).sum(axis=(-2, -1))
     return np.where(power > 0, error / np.where(power > 0, power, 1), 0).astype(np.float32)
+
+
+def check_alike(exact: Sequence[int], approximate: Sequence[int]) -> None:
+    """Raise :class:`ShapeError` for logits of other queries or tokens, which would be compared by broadcasting or not at all.
+
+    >>> check_alike((2, 4, 8), (2, 4, 8))
+    """
+    if tuple(exact) != tuple(approximate):
+        raise ShapeError(f"exact logits {tuple(exact)} and approximate ones {tuple(approximate)}: need the same shape")
 
 
 def selection_shift(
@@ -120,10 +135,12 @@ def selection_shift(
 
     Raises:
         ParameterError: ``top`` is not between 1 and the number of tokens.
+        ShapeError: The two are not of the same shape.
 
     >>> selection_shift(np.float32([[[1.0, 2.0], [3.0, 0.0]]]), np.float32([[[3.0, 2.0], [3.0, 0.0]]]))
     array([0.5], dtype=float32)
     """
+    check_alike(exact.shape, approximate.shape)
     tokens = exact.shape[-1]
     if not 1 <= top <= tokens:
         raise ParameterError(f"top {top} of {tokens} tokens: need 1 to {tokens}")
@@ -139,9 +156,13 @@ def attention_kl(
 ) -> Float32[np.ndarray, "*heads"]:
     """Mean Kullback-Leibler divergence of the approximate attention from the exact one, in nats.
 
+    Raises:
+        ShapeError: The two are not of the same shape.
+
     >>> attention_kl(np.float32([[[0.0, 1.0]]]), np.float32([[[0.0, 1.0]]]))
     array([0.], dtype=float32)
     """
+    check_alike(exact.shape, approximate.shape)
     logs = [scores - scores.max(-1, keepdims=True) for scores in (exact, approximate)]
     logs = [log - np.log(np.exp(log).sum(axis=-1, keepdims=True)) for log in logs]
     return (np.exp(logs[0]) * (logs[0] - logs[1])).sum(axis=-1).mean(axis=-1)

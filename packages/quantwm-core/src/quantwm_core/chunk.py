@@ -21,6 +21,7 @@ from typing import Any, Literal, SupportsIndex, cast
 import numpy as np
 
 from quantwm_core.errors import FormatError, ParameterError, RangeError, ShapeError
+from quantwm_core.stream import is_whole
 from quantwm_core.tensor_file import make_header, read_header, replaced
 
 FORMAT_VERSION = 1
@@ -76,7 +77,7 @@ class SealedTensor:
             by_token: Names of arrays ``[B, H, N, ...]``, which must hold as many streams and tokens as the unit claims.
 
         Raises:
-            RangeError: The range does not lie inside the unit.
+            RangeError: The range does not lie inside the unit, or is not of whole numbers.
             ShapeError: An array holds other streams or tokens.
         """
         for name in by_token:
@@ -84,9 +85,9 @@ class SealedTensor:
                 raise ShapeError(f"{name} {self.arrays[name].shape} of a unit of {self.shape}")
         tokens = self.shape[2]
         end = tokens if stop is None else stop
-        if not 0 <= start <= end <= tokens:
+        if not is_whole(start) or not is_whole(end) or not 0 <= start <= end <= tokens:
             raise RangeError(
-                f"tokens {start} to {end} of a sealed unit of {tokens}: need 0 <= start <= stop <= {tokens}"
+                f"tokens {start!r} to {end!r} of a sealed unit of {tokens}: need 0 <= start <= stop <= {tokens} in whole numbers"
             )
         return start, end
 
@@ -226,20 +227,30 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[int, list[SealedChunk]], di
         raise FormatError(
             f"{path}: format version {version}, this release reads up to {FORMAT_VERSION}; upgrade quantwm"
         )
-    layers: dict[int, list[SealedChunk]] = {}
     try:
-        for entry in json.loads(metadata.pop("chunks")):
-            earlier = layers.get(entry["layer"], [])
-            tensors = {kind: _tensor(entry, kind, arrays, earlier) for kind in KINDS}
-            numbers = (operator.index(entry[name]) for name in ("layer", "start", "version"))
-            layer, start, chunk_version = numbers
-            chunk = SealedChunk(**tensors, start=start, version=chunk_version)
-            layers.setdefault(layer, []).append(chunk)
+        table = list(json.loads(metadata.pop("chunks")))
     except (KeyError, RecursionError, TypeError, ValueError) as error:
-        raise FormatError(f"{path}: the chunk table is damaged ({error!r})") from error
+        raise FormatError(f"{path}: the chunk table is damaged: it is no list in JSON ({error})") from error
+    layers: dict[int, list[SealedChunk]] = {}
+    for number, entry in enumerate(table):
+        damaged = f"{path}: the chunk table is damaged: its entry {number}"
+        try:
+            _take(entry, arrays, layers)
+        except KeyError as error:
+            raise FormatError(f"{damaged} lacks {error}") from error
+        except (TypeError, ValueError) as error:
+            raise FormatError(f"{damaged} cannot be read: {error}") from error
     if arrays:
         raise FormatError(f"{path}: arrays that no chunk names: {sorted(arrays)[:3]}")
     return layers, metadata
+
+
+def _take(entry: Any, arrays: dict[str, np.ndarray], layers: dict[int, list[SealedChunk]]) -> None:
+    """Put the chunk that ``entry`` describes at the end of its layer."""
+    earlier = layers.get(entry["layer"], [])
+    tensors = {kind: _tensor(entry, kind, arrays, earlier) for kind in KINDS}
+    layer, start, version = (operator.index(entry[name]) for name in ("layer", "start", "version"))
+    layers.setdefault(layer, []).append(SealedChunk(**tensors, start=start, version=version))
 
 
 def _tensor(

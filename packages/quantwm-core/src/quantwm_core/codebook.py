@@ -99,11 +99,13 @@ def fit(
 
     Raises:
         ParameterError: ``centroids``, ``iterations`` or ``relaxation`` is out of range.
-        ShapeError: ``initial`` does not fit.
+        ShapeError: ``initial`` does not fit, or ``values`` are no tokens of channels.
 
     >>> fit(np.float32([[[0.0], [1.0], [10.0], [11.0]]]), 2).astype(np.float32).ravel()
     array([ 0.5, 10.5], dtype=float32)
     """
+    if values.ndim < 2:
+        raise ShapeError(f"values {values.shape}: need [..., tokens, channels]")
     check_size(centroids)
     check_rounds(iterations, relaxation)
     *streams, tokens, channels = values.shape

@@ -41,14 +41,22 @@ def to_bf16(values: ArrayLike, name: str = "tensor", rank: int | None = None) ->
     array([1., 1.], dtype=float32)
     """
     array = np.asarray(values)
+    check_kind(array, name, rank)
+    check_domain(array, name)
+    return array.astype(BF16, copy=False)
+
+
+def check_kind(array: np.ndarray, name: str, rank: int | None = None) -> None:
+    """Raise :class:`DtypeError` or :class:`ShapeError` as :func:`to_bf16`, without a look at the values.
+
+    >>> check_kind(np.ones((1, 2), np.float16), "keys", rank=2)
+    """
     if array.dtype not in _ACCEPTED:
         raise DtypeError(f"{name}: got {array.dtype}, need bfloat16, float16 or float32; convert it first")
     if rank is not None and array.ndim != rank:
         raise ShapeError(f"{name}: got shape {array.shape}, need {rank} dimensions")
     if array.size == 0:
         raise ShapeError(f"{name}: got shape {array.shape}, which holds no element; pass at least one token")
-    check_domain(array, name)
-    return array.astype(BF16, copy=False)
 
 
 def check_domain(array: Float[np.ndarray, "..."], name: str) -> None:

@@ -160,6 +160,7 @@ class Scheme:
 
         Raises:
             DtypeError, ShapeError, DomainError: The input cannot be sealed; the message names ``label`` and tensor.
+            ParameterError: ``moment`` or ``previous`` is not what it should be.
 
         >>> ones = np.ones((1, 2, 32, 64), np.float32)
         >>> chunk = scheme("quantwm").seal(ones, ones)
@@ -171,6 +172,8 @@ class Scheme:
         if exact[0].shape[:3] != exact[1].shape[:3]:
             raise ShapeError(f"{prefix}keys {exact[0].shape} and values {exact[1].shape}: need the same B, H and N")
         batch, heads, _, channels = exact[0].shape
+        _check_is("moment", moment, QueryMoment | None, "a QueryMoment as second_moment() makes it, or None")
+        _check_is("previous", previous, SealedChunk | None, "a SealedChunk, or None")
         if moment is not None:
             if moment.mean.shape != (batch, heads, channels, channels):
                 raise ShapeError(f"{prefix}query moment {moment.mean.shape} does not fit keys {exact[0].shape}")
@@ -185,7 +188,7 @@ class Scheme:
         """Reconstruct tokens ``start`` to ``stop`` of a unit, BF16 ``[B, H, n, D]`` keys and values.
 
         Raises:
-            RangeError: The range does not lie inside the unit.
+            QuantWMError: As :func:`decode`.
         """
         return decode(chunk, start, stop)
 
@@ -193,7 +196,13 @@ class Scheme:
 def decode(
     chunk: SealedChunk, start: int = 0, stop: int | None = None
 ) -> tuple[BFloat16[np.ndarray, "..."], BFloat16[np.ndarray, "..."]]:
-    """Reconstruct part of a sealed chunk; a chunk knows its methods."""
+    """Reconstruct part of a sealed chunk; a chunk knows its methods.
+
+    Raises:
+        ParameterError: It is none.
+        RangeError, UnknownNameError, FormatError: As :func:`decode_tensor`.
+    """
+    _check_is("chunk", chunk, SealedChunk, "a SealedChunk, as seal() returns it")
     return decode_tensor(chunk.keys, start, stop), decode_tensor(chunk.values, start, stop)
 
 
@@ -203,11 +212,16 @@ def decode_tensor(sealed: SealedTensor, start: int = 0, stop: int | None = None)
     Raises:
         RangeError: The range does not lie inside the unit.
         UnknownNameError: The method that wrote it is not installed.
-        FormatError: An array is missing, or the arrays do not fit together.
+        FormatError: A parameter is none of the method's, an array is missing, or the arrays do not fit together.
     """
     first, last = sealed.token_range(start, stop)
     batch, heads, _, channels = sealed.shape
-    method = methods.get(sealed.method, **sealed.parameters)
+    try:
+        method = methods.get(sealed.method, **sealed.parameters)
+    except ParameterError as error:
+        raise FormatError(
+            f"a unit cannot have been sealed as it says: {error}; it is damaged, or of a later release"
+        ) from error
     try:
         decoded = method.decode(sealed, first, last)
     except KeyError as error:
@@ -217,6 +231,12 @@ def decode_tensor(sealed: SealedTensor, start: int = 0, stop: int | None = None)
     if decoded.shape != (batch, heads, last - first, channels):
         raise FormatError(f"a unit sealed with {sealed.method} decodes to {decoded.shape} and claims {sealed.shape}")
     return decoded
+
+
+def _check_is(name: str, value: object, kind: Any, needed: str) -> None:
+    """Raise :class:`ParameterError` unless an argument is of a class."""
+    if not isinstance(value, kind):
+        raise ParameterError(f"{name}: got a {type(value).__name__}, need {needed}")
 
 
 def scheme(

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float, Float8e4m3fn, Float32
 
 from quantwm_core.domain import E4M3
+from quantwm_core.errors import DomainError
 
 E4M3_MAX = 448.0
 SMALLEST_SUBNORMAL = 2.0**-9
@@ -30,21 +31,32 @@ def encode(
     Returns:
         E4M3 scales of the same shape and the FP32 super-scale ``[*streams]``.
 
+    Raises:
+        DomainError: A scale is negative, NaN or infinite.
+
     >>> scales, super_scale = encode(np.float32([[[7.0, 3.5, 0.0]]]))
     >>> scales.astype(np.float32), super_scale
     (array([[[448., 224.,   0.]]], dtype=float32), array([0.015625], dtype=float32))
     """
     super_scale = super_scale_of(steps)
+    if steps.min() < 0:
+        raise DomainError(f"group scale {steps.min()}: need 0 or more")
     return store(steps, super_scale), super_scale
 
 
 def super_scale_of(steps: Float32[np.ndarray, "*streams rows groups"]) -> Float32[np.ndarray, "*streams"]:
     """FP32 super-scale that moves the largest step of each stream to 448.
 
+    Raises:
+        DomainError: A step is NaN or infinite.
+
     >>> super_scale_of(np.float32([[[7.0, 3.5]]]))
     array([0.015625], dtype=float32)
     """
-    return np.maximum(steps.max(axis=(-2, -1)) / np.float32(E4M3_MAX), _TINY).astype(np.float32)
+    super_scale = np.maximum(steps.max(axis=(-2, -1)) / np.float32(E4M3_MAX), _TINY).astype(np.float32)
+    if not np.isfinite(super_scale).all():  # which NaN among the steps makes it, too
+        raise DomainError("group scales: NaN or infinite, as those of such values are; need finite ones")
+    return super_scale
 
 
 def store(

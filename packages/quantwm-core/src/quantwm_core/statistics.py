@@ -183,6 +183,7 @@ def principal_basis(
 
     Raises:
         ParameterError: ``rank`` is not between 1 and ``D``.
+        DomainError: It is no second moment, see :func:`check_moment`.
 
     >>> basis, energies = principal_basis(np.float32([[[1.0, 0.0], [0.0, 4.0]]]), 1)
     >>> basis.astype(np.float32).ravel(), energies.ravel()
@@ -191,6 +192,7 @@ def principal_basis(
     channels = mean.shape[-1]
     if not 1 <= rank <= channels:
         raise ParameterError(f"rank {rank}: need 1 to {channels}, the head dimension")
+    check_moment(mean)
     values, vectors = np.linalg.eigh(mean.astype(np.float64))
     vectors = vectors[..., ::-1][..., :rank]
     largest = np.abs(vectors).argmax(axis=-2)[..., None, :]

@@ -21,7 +21,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from quantwm_core.errors import ParameterError, RangeError, ShapeError, StateError
 
@@ -82,7 +82,7 @@ def join(spans: tuple[Span, ...]) -> tuple[Span, ...]:
     return tuple(joined)
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether a value is a whole number, NumPy's included, and no truth value.
 
     >>> is_whole(3), is_whole(True), is_whole(3.0)
@@ -119,16 +119,15 @@ class Stream:
     sealed_end: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("chunks_per_seal", "recent_tokens", "sink", "window"):
+        for name, least in (("chunks_per_seal", 1), ("recent_tokens", 0), ("sink", 0)):
             value = getattr(self, name)
-            if not is_whole(value) and not (name == "window" and value is None):
-                raise ParameterError(f"{name} {value!r}: need a whole number" + " or None" * (name == "window"))
-        if self.chunks_per_seal < 1 or self.recent_tokens < 0 or self.sink < 0:
-            raise ParameterError(
-                f"chunks_per_seal {self.chunks_per_seal}, recent_tokens {self.recent_tokens}, sink {self.sink}: "
-                "need at least 1, 0 and 0"
-            )
-        if self.window is not None and self.window <= self.sink:
+            if not is_whole(value) or value < least:
+                raise ParameterError(f"{name} {value!r}: need a whole number of at least {least}")
+        if self.window is None:
+            return
+        if not is_whole(self.window):
+            raise ParameterError(f"window {self.window!r}: need a whole number or None")
+        if self.window <= self.sink:
             raise ParameterError(f"window {self.window}: need more tokens than the sink's {self.sink}")
 
     @property

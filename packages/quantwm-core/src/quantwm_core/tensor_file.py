@@ -103,7 +103,9 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, Place], dict[st
     places = {}
     for name, entry in sorted(entries.items()):
         if entry["dtype"] not in DTYPES:
-            raise FormatError(f"{path}: array {name!r} has dtype {entry['dtype']}; known: {', '.join(DTYPES)}")
+            raise FormatError(
+                f"{path}: array {name!r} has dtype {entry['dtype']}; known: {', '.join(DTYPES)}; convert it to one of these first"
+            )
         start, stop = (begin + offset for offset in entry["data_offsets"])
         places[name] = Place(DTYPES[entry["dtype"]], tuple(entry["shape"]), start, stop)
     return places, {str(key): str(value) for key, value in metadata.items()}

@@ -177,6 +177,9 @@ def logit_error(
 ) -> Float32[Tensor, "*heads"]:
     """Relative logit error per head: squared error over variance, both centred per query over the tokens.
 
+    Raises:
+        ShapeError: The two are not of the same shape.
+
     >>> exact = torch.tensor([[[0.0, 2.0]]])
     >>> logit_error(exact, exact + 5), logit_error(exact, exact * 1.5)
     (tensor([0.]), tensor([0.2500]))
@@ -194,6 +197,7 @@ def selection_shift(
 
     Raises:
         ParameterError: ``top`` is not between 1 and the number of tokens.
+        ShapeError: The two are not of the same shape.
 
     >>> selection_shift(torch.tensor([[[1.0, 2.0], [3.0, 0.0]]]), torch.tensor([[[3.0, 2.0], [3.0, 0.0]]]))
     tensor([0.5000])
@@ -206,6 +210,9 @@ def attention_kl(
     exact: Float32[Tensor, "*heads queries tokens"], approximate: Float32[Tensor, "*heads queries tokens"]
 ) -> Float32[Tensor, "*heads"]:
     """Mean Kullback-Leibler divergence of the approximate attention from the exact one, in nats.
+
+    Raises:
+        ShapeError: The two are not of the same shape.
 
     >>> attention_kl(torch.tensor([[[0.0, 1.0]]]), torch.tensor([[[0.0, 1.0]]]))
     tensor([0.])

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
+from quantwm_core.attention import check_alike
 from quantwm_core.errors import ParameterError, ShapeError
 from quantwm_kernels.launch import full_precision
 
@@ -53,7 +54,12 @@ def dense_attend(
 def dense_logit_error(
     exact: Float32[Tensor, "*heads queries tokens"], approximate: Float32[Tensor, "*heads queries tokens"]
 ) -> Float32[Tensor, "*heads"]:
-    """Squared error over variance, both centred per query over the tokens; 0 where nothing varies."""
+    """Squared error over variance, both centred per query over the tokens; 0 where nothing varies.
+
+    Raises:
+        ShapeError: The two are not of the same shape.
+    """
+    check_alike(exact.shape, approximate.shape)
     difference = approximate - exact
     difference = difference - difference.mean(-1, keepdim=True)
     power = (exact - exact.mean(-1, keepdim=True)).square().sum((-2, -1))
@@ -68,7 +74,9 @@ def dense_selection_shift(
 
     Raises:
         ParameterError: ``top`` is not between 1 and the number of tokens.
+        ShapeError: The two are not of the same shape.
     """
+    check_alike(exact.shape, approximate.shape)
     tokens = exact.shape[-1]
     if not 1 <= top <= tokens:
         raise ParameterError(f"top {top} of {tokens} tokens: need 1 to {tokens}")
@@ -82,6 +90,11 @@ def dense_selection_shift(
 def dense_attention_kl(
     exact: Float32[Tensor, "*heads queries tokens"], approximate: Float32[Tensor, "*heads queries tokens"]
 ) -> Float32[Tensor, "*heads"]:
-    """Mean divergence of the approximate attention from the exact one, in nats."""
+    """Mean divergence of the approximate attention from the exact one, in nats.
+
+    Raises:
+        ShapeError: The two are not of the same shape.
+    """
+    check_alike(exact.shape, approximate.shape)
     logs = [scores.log_softmax(-1) for scores in (exact, approximate)]
     return (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean(-1)

@@ -7,14 +7,16 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from quantwm_core.errors import ParameterError
+from quantwm_core.errors import ParameterError, QuantWMError
 from quantwm_core.method import Scheme, scheme
 from quantwm_core.rotary import Turning
 from quantwm_kernels.sealing import forget_recordings
 from quantwm_models import adapters
 from quantwm_models.cache import LayerCache
+from quantwm_models.errors import HostError
 from quantwm_models.observer import CacheObserver, checked_observers
 from quantwm_models.offload import Offload
+from quantwm_models.options import check_flag
 from quantwm_models.report import CacheReport, total
 from quantwm_models.workspace import Workspace
 
@@ -25,7 +27,7 @@ class Attachment:
     Attributes:
         scheme: How the caches are stored.
         offload: Host memory for sealed units, if they are to be kept there.
-        adapter: Module of the adapter that knows the host.
+        adapter: Module in which ``attach`` of the adapter that knows the host is defined; snapshots go back to the same.
     """
 
     def __init__(self, scheme: Scheme, observers: Sequence[CacheObserver] = (), offload: Offload | None = None) -> None:
@@ -88,9 +90,28 @@ class Attachment:
         return total(reports, sum(workspaces.values()), sum(offloads.values()))
 
     def connect(self, adapter: adapters.Adapter, pipeline: object) -> None:
-        """Let an adapter put caches under ``pipeline``."""
-        self.adapter = getattr(adapter, "__name__", type(adapter).__module__)
-        self._undo = adapter.attach(pipeline, self._make_cache)
+        """Let an adapter put caches under ``pipeline``.
+
+        Raises:
+            HostError: The adapter stumbled over the pipeline.
+            ParameterError: The adapter does not say how the host is restored.
+        """
+        self.adapter = getattr(adapter.attach, "__module__", None) or type(adapter).__module__
+        try:
+            undo: object = adapter.attach(pipeline, self._make_cache)
+        except QuantWMError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise HostError(
+                f"{type(pipeline).__qualname__}: attach() of the adapter in {self.adapter} failed with {error!r}; it looks for "
+                "what this object is not, or is at fault itself"
+            ) from error
+        if not callable(undo):
+            raise ParameterError(
+                f"adapter in {self.adapter}: its attach() returned {undo!r}, need a function that restores the host; what it "
+                "changed before stays changed"
+            )
+        self._undo = undo
 
     def _make_cache(
         self,
@@ -141,7 +162,8 @@ def attach(
 
     Raises:
         UnknownHostError: No adapter recognises the pipeline.
-        UnknownNameError, ParameterError: No such adapter, method, parameter or observer.
+        UnknownNameError, ParameterError: No such adapter, method, parameter or observer, or ``offload`` is neither True nor
+            False.
         HostError: The pipeline is not what the adapter expects.
 
     >>> attach(object())
@@ -151,6 +173,7 @@ def attach(
     """
     if isinstance(method, Scheme) and parameters:
         raise ParameterError(f"parameters {sorted(parameters)} beside a ready scheme; give them to scheme() instead")
+    check_flag("offload", offload)
     chosen = adapters.find(pipeline) if adapter is None else adapters.chosen(adapter)
     chosen_scheme = method if isinstance(method, Scheme) else scheme(method, **parameters)
     attachment = Attachment(chosen_scheme, observers, Offload() if offload else None)

@@ -254,9 +254,9 @@ def _weakly(advise: Callable[[], str]) -> Callable[[], str]:
 
 
 def check_layer(layer: int) -> None:
-    """Refuse the number of a layer that files could not hold, which take whole ones of 64 bits."""
-    if not is_whole(layer) or not -(2**63) <= layer < 2**63:
-        raise ParameterError(f"layer {layer!r}: need a whole number of at most 64 bits")
+    """Refuse what is no number of a layer, or one that files could not hold."""
+    if not is_whole(layer) or not 0 <= layer < 2**63:
+        raise ParameterError(f"layer {layer!r}: need a whole number from 0 to 2**63 - 1")
 
 
 def check_shared(name: str, value: object, kind: type) -> None:

@@ -183,7 +183,7 @@ def _device(told: Mapping[str, Any], cache: LayerCache, asked: torch.device | st
 def _place(told: Sequence[Any]) -> tuple[str, int]:
     """Branch and layer of a cache."""
     branch, layer = told
-    return branch, whole("place", layer, -(2**63))
+    return branch, whole("place", layer)
 
 
 def _state(file: TensorFile) -> dict[str, Any]:

@@ -81,11 +81,12 @@ class QuantWM:
         psac.check_bits(self.coefficient_bits, self.threshold)
         integer_table.check_bits(self.centroid_bits)
         codebook.check_rounds(self.iterations, self.relaxation)
-        if self.candidates < 1 or self.rank < 0 or not 0 <= self.threshold < math.inf:
-            raise ParameterError(
-                f"quantwm candidates {self.candidates}, rank {self.rank}, threshold {self.threshold}: "
-                "need at least 1, 0 and 0"
-            )
+        if self.candidates < 1:
+            raise ParameterError(f"quantwm candidates {self.candidates}: need at least 1, the nearest")
+        if self.rank < 0:
+            raise ParameterError(f"quantwm rank {self.rank}: need at least 0, which switches PSAC off")
+        if not 0 <= self.threshold < math.inf:
+            raise ParameterError(f"quantwm threshold {self.threshold}: need a finite number of at least 0")
 
     def uses_queries(self, kind: Kind) -> bool:
         """For keys, unless QSAC and PSAC are switched off and nothing is fed back."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from quantwm_core.errors import ParameterError
 from quantwm_models.errors import HostError
+from quantwm_models.options import check_count
 from quantwm_models.patching import Setting, called_by, named
 from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
 from quantwm_models.rotary import turning_of
@@ -35,6 +36,9 @@ class CausalForcing:
     """
 
     frames: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("frames", self.frames, optional=True)
 
     def matches(self, pipeline: object) -> bool:
         """Whether an object is one of these pipelines, or derived from one."""
@@ -63,7 +67,9 @@ class CausalForcing:
             ) from error
         module, attention = called_by(layers[0], "attention")
         rolling = hasattr(pipeline, "inference_rolling_forcing")
-        capacity = None if self.frames is None else self._capacity(frame_tokens, window != -1 or rolling, positions)
+        capacity = None
+        if self.frames is not None:
+            capacity = self._capacity(self.frames, frame_tokens, window != -1 or rolling, positions)
 
         def sink(_: int) -> int:
             first = layers[0]
@@ -85,12 +91,11 @@ class CausalForcing:
             make_cache,
         )
 
-    def _capacity(self, frame_tokens: int, windowed: bool, positions: int) -> int:
-        frames = int(self.frames or 0)
+    def _capacity(self, frames: int, frame_tokens: int, windowed: bool, positions: int) -> int:
         if windowed:
             raise ParameterError(f"frames={frames} for a host with a window; it makes room only where all are kept")
-        if not 0 < frames <= positions:
-            raise ParameterError(f"frames={self.frames}: need 1 to {positions}, the host's temporal positions")
+        if frames > positions:
+            raise ParameterError(f"frames={frames}: need 1 to {positions}, the host's temporal positions")
         return frames * frame_tokens
 
 

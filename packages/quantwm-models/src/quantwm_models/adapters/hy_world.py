@@ -24,6 +24,7 @@ from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostError
 from quantwm_models.geometry import shared_by
+from quantwm_models.options import check_flag
 from quantwm_models.patching import hooked, module_of, named, restored
 from quantwm_models.rebuilt import Sealed
 from quantwm_models.rebuilt_layer import RebuiltLayer, Seen
@@ -49,6 +50,9 @@ class HyWorld:
     """
 
     once: bool = False
+
+    def __post_init__(self) -> None:
+        check_flag("once", self.once)
 
     def matches(self, pipeline: object) -> bool:
         """Whether an object is one of the two pipelines, or derived from one."""

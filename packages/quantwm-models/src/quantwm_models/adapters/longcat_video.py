@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantwm_core.errors import ParameterError, StateError
+from quantwm_core.errors import StateError
 from quantwm_core.stream import Span
 from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostError
 from quantwm_models.observer import Shown
 from quantwm_models.offload import Offload
+from quantwm_models.options import check_count
 from quantwm_models.patching import hooked, named, restored
 from quantwm_models.rebuilt import Sealed, rebuild
 from quantwm_models.rolling_dict import MakeCache
@@ -43,6 +44,9 @@ class LongCatVideo:
 
     first_units: int = 2
 
+    def __post_init__(self) -> None:
+        check_count("first_units", self.first_units)
+
     def matches(self, pipeline: object) -> bool:
         """Whether an object is the pipeline or its transformer, or derived from one."""
         return named(pipeline, "LongCatVideoPipeline", "LongCatVideoTransformer3DModel", "LongCatTransformer3DModel")
@@ -53,10 +57,7 @@ class LongCatVideo:
         Raises:
             HostError: The object lacks what the transformer has.
             StateError: It has a cache under it already.
-            ParameterError: ``first_units`` is not positive.
         """
-        if self.first_units < 1:
-            raise ParameterError(f"first_units={self.first_units}: need at least 1")
         try:
             blocks = list(getattr(pipeline, "dit", pipeline).blocks)
             rotations = [(block.attn if hasattr(block, "attn") else block.self_attn).rope_3d for block in blocks]

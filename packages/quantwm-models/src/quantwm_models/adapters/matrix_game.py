@@ -15,6 +15,7 @@ from typing import Any
 from quantwm_core.errors import ParameterError, StateError
 from quantwm_models.action_caches import ActionCaches
 from quantwm_models.errors import HostError
+from quantwm_models.options import check_count
 from quantwm_models.patching import Setting, called_by, named
 from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
 from quantwm_models.rotary import turning_of
@@ -33,6 +34,9 @@ class MatrixGame:
     """
 
     window: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("window", self.window, optional=True)
 
     def matches(self, pipeline: object) -> bool:
         """Whether an object is one of these pipelines, or derived from one."""
