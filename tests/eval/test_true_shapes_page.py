@@ -49,6 +49,21 @@ def test_an_untouched_host_that_rebuilds_holds_two_histories_and_ours_none(scrip
         assert all(line["peak_nbytes"] <= host["peak_nbytes"] - dense / 2 for line in ours)
 
 
+def test_a_peak_is_extrapolated_to_all_layers_and_as_other_depths_were_measured(script: ModuleType) -> None:
+    lines = table.load(script.RESULTS)
+    whole = [line for line in lines if line["layers_run"] == line["layers"]]
+    assert whole
+    assert all(table.peak(line) == line["peak_nbytes"] for line in whole)
+    cut = [line for line in lines if line["layers_run"] < line["layers"]]
+    assert all(table.peak(line) > line["weight_nbytes"] * line["layers"] / line["layers_run"] for line in cut)
+    few, more = sorted(
+        (line for line in cut if line["offload"] and line["method"] == "quantwm"), key=lambda line: line["layers_run"]
+    )
+    assert (few["model"], few["layers_run"], more["layers_run"]) == (more["model"], 8, 24)
+    assert table.peak(few | {"layers": 24}) == pytest.approx(more["peak_nbytes"], rel=0.01)
+    assert table.size(table.peak(more), digits=2) in table.markdown([more])
+
+
 @pytest.mark.parametrize("text", ["a", "<!-- t -->", "<!-- t --><!-- t --><!-- /t -->"])
 def test_a_place_that_is_not_there_once_is_refused(text: str, script: ModuleType) -> None:
     with pytest.raises(ValueError, match="need one place"):
