@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from quantwm_eval import cli
-from quantwm_eval.true_shapes import measure, shape, table
+from quantwm_eval.true_shapes import budget_table, measure, shape, table
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "true-shapes.md").read_text(encoding="utf-8")
@@ -62,6 +62,15 @@ def test_a_peak_is_extrapolated_to_all_layers_and_as_other_depths_were_measured(
     assert (few["model"], few["layers_run"], more["layers_run"]) == (more["model"], 8, 24)
     assert table.peak(few | {"layers": 24}) == pytest.approx(more["peak_nbytes"], rel=0.01)
     assert table.size(table.peak(more), digits=2) in table.markdown([more])
+
+
+def test_the_readme_states_what_longcat_needs_at_least() -> None:
+    head, *rows = budget_table.fitting(("longcat_video",))
+    least = min((float(row[head.index("in all")]), row[1:3]) for row in rows)
+    told = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert f"needs more than 24 GB in any setting: {least[0]:.1f} GiB with FP8 weights and two bits offloaded" in told
+    assert least[0] > 24
+    assert least[1] == ("2 bits, offloaded", "FP8")
 
 
 @pytest.mark.parametrize("text", ["a", "<!-- t -->", "<!-- t --><!-- t --><!-- /t -->"])
