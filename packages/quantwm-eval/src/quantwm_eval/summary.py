@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantwm_eval import metrics
 from quantwm_eval.estimate import Estimate, bootstrap, proportion
@@ -161,11 +161,15 @@ def _table(results: Results, title: str, columns: Sequence[tuple[Quantity, str]]
         (
             label,
             tuple(
-                entry(
-                    quantity,
+                _of_fewer(
+                    results,
                     found,
-                    label in rivals and found.mean == top,
-                    "" if found.n else why(results, kind, label, quantity.name),
+                    entry(
+                        quantity,
+                        found,
+                        label in rivals and found.mean == top,
+                        "" if found.n else why(results, kind, label, quantity.name),
+                    ),
                 )
                 for (quantity, kind), found, top in zip(columns, grid[label], best, strict=True)
             ),
@@ -173,6 +177,13 @@ def _table(results: Results, title: str, columns: Sequence[tuple[Quantity, str]]
         for label in labels
     )
     return Table(title, tuple(head(quantity) for quantity, _ in columns), rows)
+
+
+def _of_fewer(results: Results, found: Estimate, shown: Entry) -> Entry:
+    """With the number of scenes at its interval where not all have such a figure."""
+    if not shown.interval or found.n == len(results.experiment.scenes):
+        return shown
+    return replace(shown, interval=f"{shown.interval}, n = {found.n}")
 
 
 def best_mean(quantity: Quantity, means: Sequence[float]) -> float:
