@@ -146,13 +146,21 @@ class Experiment:
                 raise ParameterError(f"seeds {seed}: need numbers from 0 to {SEEDS - 1}")
         for kind in self.kinds:
             lookup("kind", kind, KINDS)
+        if self.methods[0] != MethodChoice(CONTROL):
+            raise ParameterError(f"methods: the first must be {CONTROL!r}, the control; see with_control")
+
+    def check(self) -> None:
+        """Refuse what cannot be run here. What was measured elsewhere may name methods and metrics that only others have.
+
+        Raises:
+            UnknownNameError: There is no such method or metric.
+            ParameterError: A setting of a method is unknown or out of range.
+        """
         for metric in self.metrics:
             metrics.get(metric)
         for method in self.methods:
             method.scheme(self.chunks_per_seal)
-            _ = method.window  # refused here, not after the first videos
-        if self.methods[0] != MethodChoice(CONTROL):
-            raise ParameterError(f"methods: the first must be {CONTROL!r}, the control; see with_control")
+            _ = method.window
 
     @property
     def compressed(self) -> tuple[str, ...]:
