@@ -90,11 +90,11 @@ def test_time_left_is_told_on_standard_error(
         ("methods = 'rtn'\nscenes = 2", "need a list of str or dict"),
         ("methods = [{ rank = 2 }]\nscenes = 2", "no table of a name"),
         ("methods = ['qgv']\nscenes = 2", "did you mean 'qvg'"),
-        ("methods = ['rtn']\nscenes = 0", "scenes: got 0"),
+        ("methods = ['rtn']\nscenes = 0", "scenes: got none"),
         ("methods = ['rtn']\nscenes = 2\nmetrics = ['pnsr']", "did you mean 'psnr'"),
         ("methods = ['rtn']\nscenes = 2\nmodel = 'demos'", "did you mean 'demo'"),
         ("methods = ['rtn']\nscenes = 2\nframes = 5", "frames 5"),
-        ("methods = ['rtn']\nscenes = -1", "scenes: got 0"),
+        ("methods = ['rtn']\nscenes = -1", "scenes: got none"),
         ("methods = ['rtn']\nscenes = [-1]", "scenes -1: need numbers of at least 0"),
         ("methods = ['rtn']\nscenes = 999999999999", "scenes = 999999999999: need at most 100000"),
         ("methods = ['rtn']\nscenes = 2\ndegrees = -10", "degrees -10: need at least 1"),
@@ -249,7 +249,7 @@ def test_what_could_not_be_written_after_all_is_printed(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--format", "csv", "--out", "{tmp}"], "need a file in a folder that exists"),
+        (["--format", "csv", "--out", "{tmp}"], "is a folder; name a file"),
         (["--format", "csv", "--out", "{tmp}/absent/scores.csv"], "need a file in a folder that exists"),
         (["--format", "table", "--out", "{tmp}/" + "x" * 300], "cannot be written: File name too long"),
         (["--out", "{tmp}/file"], "is a file; name a folder"),

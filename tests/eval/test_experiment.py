@@ -59,7 +59,7 @@ def test_options_reach_the_scheme() -> None:
         ((BF16, MethodChoice("quantwm", (("rank", "high"),))), ParameterError, "rank 'high'"),
         ((BF16, MethodChoice("quantwm", (("rank", -1),))), ParameterError, "rank -1"),
         ((MethodChoice("kivi"),), ParameterError, "control"),
-        ((BF16, MethodChoice("kivi"), MethodChoice("kivi")), ParameterError, "none twice"),
+        ((BF16, MethodChoice("kivi"), MethodChoice("kivi")), ParameterError, "methods: got 'kivi' twice"),
         ((), ParameterError, "at least one"),
     ],
 )

@@ -278,6 +278,14 @@ def test_what_cannot_be_run_is_refused_before_it_is_begun(
     assert said in capsys.readouterr().err
 
 
+def test_a_method_that_is_named_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from quantwm_eval.cli import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "true-shapes", "matrix_game", "--tiny", "--methods", "bf16,kivi,bf16"])
+    assert "argument --methods: got 'bf16' twice, need each method once" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["hy_world", "hy_world_8b"])
 def test_a_video_of_one_chunk_leaves_no_history_to_compare(name: str) -> None:
     lines = list(run(Plan(name, tiny=True, steps=1, frames=13), [BF16, MethodChoice.parse(QUICK)], lambda _: None))
