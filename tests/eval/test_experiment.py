@@ -38,7 +38,8 @@ def test_a_choice_that_is_not_understood_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("setting", [{"methods": (BF16, MethodChoice("qgv"))}, {"metrics": ("lpisp",)}])
 def test_what_is_not_there_is_refused_before_anything_is_run(setting: dict[str, Any]) -> None:
-    wanted = Experiment(**{"methods": (BF16,), "scenes": (0,), "kinds": ("walk",), "frames": 8} | setting)
+    plain: dict[str, Any] = {"methods": (BF16,), "scenes": (0,), "kinds": ("walk",), "frames": 8}
+    wanted = Experiment(**plain | setting)
     for begin in (lambda: count_chunks(wanted, FakeHost()), lambda: next(run(wanted, FakeHost()))):
         with pytest.raises(UnknownNameError, match="did you mean"):
             begin()
