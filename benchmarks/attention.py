@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks import decode
+from benchmarks import decode, needs
 from quantwm_kernels.launch import LAUNCHES, Launch
 from quantwm_kernels.packed_attention import WIDE_CHANNELS, attend_packed, checked_sizes, run
 from quantwm_kernels.reading import Piece, ReadPlan
@@ -147,7 +147,8 @@ def main() -> None:
     parser.add_argument("--queries", type=int, action="append")
     parser.add_argument("--sweep", action="store_true", help="try other launch parameters")
     arguments = parser.parse_args()
-    device, known = torch.device("cuda", torch.cuda.current_device()), decode.environment() | {"benchmark": "attention"}
+    device = needs.cuda(parser)
+    known = decode.environment() | {"benchmark": "attention"}
     for name, queries in itertools.product(arguments.shape or decode.SHAPES, arguments.queries or QUERIES):
         for line in measured(name, queries, device, sweep=arguments.sweep):
             decode.keep(known | line, RESULTS)

@@ -144,7 +144,7 @@ def main() -> None:
     if ncu is None:
         parser.error("ncu is not on the PATH; it comes with CUDA's toolkit, as Nsight Compute")
     if importlib.util.find_spec("triton") is None:
-        parser.error("the package triton is not installed; quantwm-kernels[gpu] brings it")
+        parser.error("the package triton is not installed; packages/quantwm-kernels[gpu] brings it")
     known = decode.environment() | {"benchmark": "counters", "what": arguments.what, "shape": arguments.shape}
     known |= {"method": arguments.method} if arguments.what == "read" else {"iterations": arguments.iterations}
     print(f"{'kernel':24} {'ms':>8}" + "".join(f"{name:>9}" for name in (*COLUMNS, "waiting")))

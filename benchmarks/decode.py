@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import peer
+from benchmarks import needs, peer
 from quantwm_core.method import decode_tensor
 from quantwm_core.packing import nibble_size, packed_size
 from quantwm_kernels.bridge import to_torch
@@ -285,7 +286,7 @@ def environment() -> dict[str, Any]:
         "benchmark": "decode",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
-        "triton": version("triton"),
+        "triton": version("triton") if find_spec("triton") else "none",
         "python": platform.python_version(),
         "numpy": np.__version__,
         "commit": commit or "unknown",
@@ -320,7 +321,7 @@ def main() -> None:
         "--sweep", action="store_true", help="try other launch parameters (quantwm unless --method says otherwise)"
     )
     arguments = parser.parse_args()
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = needs.cuda(parser)
     copier, known = Copier(device), environment()
     bandwidth = copier.bandwidth()
     print(f"{known['gpu']}, torch {known['torch']}, triton {known['triton']}: copy {bandwidth / 1e12:.2f} TB/s")

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import needs
 from benchmarks.decode import environment, keep
 from quantwm_models import Attachment, attach
 from quantwm_models.adapters.causal_forcing import CausalForcing
@@ -205,16 +206,19 @@ HOSTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("host", choices=HOSTS)
-    parser.add_argument("--checkout", type=Path, required=True, metavar="PATH")
+    parser.add_argument("--checkout", type=needs.folder, required=True, metavar="PATH")
     parser.add_argument("--case", action="append", help="only these; what they are held against comes first")
     parser.add_argument("--small", action="store_true", help="a small model and small frames")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    if device.type == "cuda":
+        needs.cuda(parser)
     importing, cases, caches = HOSTS[arguments.host]
     known = environment() | {"benchmark": "hosts", "host": arguments.host, "small": arguments.small}
-    with importing(arguments.checkout.resolve()) as load:
-        run = Run(torch.device(arguments.device), caches)
+    with needs.modules_of(arguments.checkout), importing(arguments.checkout.resolve()) as load:
+        run = Run(device, caches)
         for case in cases(load, arguments.device, small=arguments.small):
             if arguments.case and case.name not in arguments.case:
                 continue

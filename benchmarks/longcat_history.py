@@ -12,12 +12,12 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks import needs
 from quantwm_kernels.statistics import QueryMoment
 from quantwm_models import LayerCache, attach
 from quantwm_models.adapters.longcat_video import LongCatVideo
@@ -140,9 +140,9 @@ def frames(live: Live) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkout", type=Path, required=True, metavar="PATH")
+    parser.add_argument("--checkout", type=needs.folder, required=True, metavar="PATH")
     arguments = parser.parse_args()
-    with longcat_video.importing(arguments.checkout.resolve()) as load:
+    with needs.modules_of(arguments.checkout), longcat_video.importing(arguments.checkout.resolve()) as load:
         live = longcat_video.lived(load, longcat_video.built(load, SIZE), SIZE)
         plain = live.video(0, 1)
         for line in (*frames(live), *(units(live, count, plain) for count in (1, 2, 4))):

@@ -30,9 +30,11 @@ try:
 except ImportError as error:
     if __name__ != "__main__":
         raise
-    raise SystemExit("benchmarks.seal: the package triton is not installed; quantwm-kernels[gpu] brings it") from error
+    raise SystemExit(
+        "benchmarks.seal: the package triton is not installed; packages/quantwm-kernels[gpu] brings it"
+    ) from error
 
-from benchmarks import peer
+from benchmarks import needs, peer
 from benchmarks.decode import COPY_NBYTES, SHAPES, Copier, environment
 from quantwm_core import affine as core_affine
 from quantwm_core import clustered
@@ -360,9 +362,7 @@ def main() -> None:
     parser.add_argument("--kernel", choices=CHOICES, action="append", help="sweep these kernels only")
     parser.add_argument("--no-parity", action="store_true", help="after a run that held parity")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = needs.cuda(parser)
     known = environment() | {"benchmark": "seal"}
     copier = Copier(device)
     yardsticks = (COPY_NBYTES / seconds(copier), matrix_rate(device))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import needs
 from quantwm_models import LayerCache, snapshot
 
 BLOCK = 2**25
@@ -116,14 +117,17 @@ def measured(options: argparse.Namespace) -> dict[str, object]:
 def main() -> None:
     """Print the line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="on the disk in question; must be there")
+    parser.add_argument("--folder", type=needs.folder, required=True, help="on the disk in question; must be there")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--method", default="quantwm")
-    parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=29640)
-    parser.add_argument("--repeats", type=int, default=3)
-    print(json.dumps(measured(parser.parse_args())))
+    parser.add_argument("--layers", type=needs.positive, default=48)
+    parser.add_argument("--heads", type=needs.positive, default=32)
+    parser.add_argument("--tokens", type=needs.positive, default=29640)
+    parser.add_argument("--repeats", type=needs.positive, default=3)
+    arguments = parser.parse_args()
+    if torch.device(arguments.device).type == "cuda":
+        needs.cuda(parser)
+    print(json.dumps(measured(arguments)))
 
 
 if __name__ == "__main__":

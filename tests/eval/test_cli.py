@@ -16,7 +16,7 @@ from quantwm_eval.commands import demo
     [
         (["--methods", "bf16,qgv"], "did you mean 'qvg'"),
         (["--methods", ""], "unknown method"),
-        (["--methods", "kivi,kivi"], "none twice"),
+        (["--methods", "kivi,rtn,kivi"], "got 'kivi' twice, need each method once"),
         (["--methods", "quantwm:rank=0.5"], "rank"),
         (["--scenes", "0"], "at least 1"),
         (["--scenes", "many"], "whole number"),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quantwm_eval.estimate import bootstrap, proportion
+from quantwm_eval.paired import certain
 
 
 def test_the_bootstrap_interval_is_near_the_normal_one_for_many_scenes() -> None:
@@ -23,6 +24,19 @@ def test_the_bootstrap_gives_the_same_twice_and_touches_no_global_state() -> Non
     assert bootstrap([1.0, 2.0, 4.0]) == bootstrap([1.0, 2.0, 4.0])
     after = np.random.get_state(legacy=False)  # noqa: NPY002 - the same
     np.testing.assert_equal(after, before)
+
+
+@pytest.mark.parametrize(("scenes", "stated"), [(3, 0.75), (8, 0.87), (16, 0.92)])
+def test_few_scenes_are_covered_as_often_as_is_stated(scenes: int, stated: float) -> None:
+    drawn = np.random.default_rng(scenes).normal(size=(1000, scenes))
+    found = [bootstrap(list(values)) for values in drawn]
+    covered = np.mean([one.low <= 0 <= one.high for one in found])
+    assert covered == pytest.approx(stated, abs=0.03)  # three standard errors of both
+
+
+def test_a_difference_of_few_scenes_is_never_certain() -> None:
+    values = [1.0, 1.1, 0.9, 1.2, 0.8, 1.0]
+    assert [certain(bootstrap(values[:n])) for n in range(7)] == [False] * 6 + [True]
 
 
 def test_nan_is_left_out_and_infinity_stays() -> None:

@@ -3,7 +3,10 @@
 import re
 import shlex
 import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
+
+import pytest
 
 from quantwm_eval import cli, experiment_file, hosts, metrics, named
 
@@ -24,10 +27,24 @@ def test_every_command_on_the_page_can_be_typed() -> None:
 
 
 def test_the_experiment_on_the_page_is_one() -> None:
-    (text,) = blocks("toml")
-    wanted = experiment_file.build(experiment_file.settings(tomllib.loads(text)))
+    (plain,) = (plain for text in blocks("toml") if "methods" in (plain := tomllib.loads(text)))
+    wanted = experiment_file.build(experiment_file.settings(plain))
     assert [method.label for method in wanted.methods] == ["bf16", "kivi", "qvg", "quantwm:rank=16"]
     assert (len(wanted.scenes), wanted.seeds, wanted.batch) == (8, (0, 1), 1)
+
+
+def test_the_entry_points_on_the_page_are_those_that_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [plain["project"]["entry-points"] for text in blocks("toml") if "project" in (plain := tomllib.loads(text))]
+    asked: set[str] = set()
+
+    def entry_points(group: str, **_: str) -> list[EntryPoint]:
+        asked.add(group)
+        return []
+
+    for family in (metrics, hosts):
+        monkeypatch.setattr(family, "entry_points", entry_points)
+        family.names()
+    assert {group for entries in told for group in entries} == asked
 
 
 def test_every_metric_is_on_the_page() -> None:

@@ -1,9 +1,13 @@
 """Experiments as values: what can be written down, and what is refused."""
 
+from typing import Any
+
 import pytest
 
 from quantwm_core.errors import ParameterError, UnknownNameError
 from quantwm_eval.experiment import Experiment, MethodChoice, with_control
+from quantwm_eval.run import count_chunks, run
+from tests.eval.fake_host import FakeHost
 
 BF16 = MethodChoice("bf16")
 
@@ -32,6 +36,15 @@ def test_a_choice_that_is_not_understood_is_refused(text: str) -> None:
         MethodChoice.parse(text)
 
 
+@pytest.mark.parametrize("setting", [{"methods": (BF16, MethodChoice("qgv"))}, {"metrics": ("lpisp",)}])
+def test_what_is_not_there_is_refused_before_anything_is_run(setting: dict[str, Any]) -> None:
+    plain: dict[str, Any] = {"methods": (BF16,), "scenes": (0,), "kinds": ("walk",), "frames": 8}
+    wanted = Experiment(**plain | setting)
+    for begin in (lambda: count_chunks(wanted, FakeHost()), lambda: next(run(wanted, FakeHost()))):
+        with pytest.raises(UnknownNameError, match="did you mean"):
+            begin()
+
+
 def test_options_reach_the_scheme() -> None:
     made = MethodChoice.parse("quantwm:rank=4:values=bf16:decay=0.5").scheme(chunks_per_seal=3)
     assert (made.name, made.chunks_per_seal, made.decay) == ("quantwm+bf16", 3, 0.5)
@@ -47,7 +60,7 @@ def test_options_reach_the_scheme() -> None:
         ((BF16, MethodChoice("quantwm", (("rank", "high"),))), ParameterError, "rank 'high'"),
         ((BF16, MethodChoice("quantwm", (("rank", -1),))), ParameterError, "rank -1"),
         ((MethodChoice("kivi"),), ParameterError, "control"),
-        ((BF16, MethodChoice("kivi"), MethodChoice("kivi")), ParameterError, "none twice"),
+        ((BF16, MethodChoice("kivi"), MethodChoice("kivi")), ParameterError, "methods: got 'kivi' twice"),
         ((), ParameterError, "at least one"),
     ],
 )
@@ -55,7 +68,7 @@ def test_methods_that_cannot_be_are_refused(
     methods: tuple[MethodChoice, ...], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        Experiment(methods, scenes=(0,))
+        Experiment(methods, scenes=(0,)).check()
 
 
 def test_other_settings_that_cannot_be_are_refused() -> None:
@@ -64,7 +77,7 @@ def test_other_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ParameterError, match="scenes"):
         Experiment((BF16,), (0, 0))
     with pytest.raises(UnknownNameError, match="unknown metric"):
-        Experiment((BF16,), (0,), metrics=("lpisp",))
+        Experiment((BF16,), (0,), metrics=("lpisp",)).check()
 
 
 def test_the_control_comes_first_and_once() -> None:

@@ -206,7 +206,7 @@ def test_processes_are_dealt_out_over_the_gpus(monkeypatch: pytest.MonkeyPatch) 
 
 def test_without_ray_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(StateError, match=r"pip install 'quantwm-eval\[ray\]'"):
+    with pytest.raises(StateError, match=r"pip install 'packages/quantwm-eval\[ray\]'"):
         list(launch.on_ray([], 1))
     with pytest.raises(UnknownNameError, match="unknown launcher"):
         launch.get("slurm")

@@ -223,6 +223,15 @@ def test_bf16_under_a_shorter_window_competes_with_nobody() -> None:
     assert "window=1" not in plots["Selection shift by layer and head"]
 
 
+def test_an_entry_of_fewer_scenes_says_of_how_many(product: Product) -> None:
+    cells = tuple(c for c in product.results.cells if (c.kind, c.scene, c.method) != ("walk", 1, "rtn"))
+    rows = dict(summary.detail_table(dataclasses.replace(product.results, cells=cells), "walk").rows)
+    intervals = {label: [entry.interval for entry in entries if entry.interval] for label, entries in rows.items()}
+    assert all(interval.endswith(", n = 2") for interval in intervals.pop("rtn"))
+    assert not any("n = " in interval for others in intervals.values() for interval in others)
+    assert "Mean over 3 scenes" in markdown.render(product.results, "headline")
+
+
 def test_one_scene_has_no_interval() -> None:
     one = dataclasses.replace(WANTED, scenes=(0,), kinds=("walk",))
     cells = tuple(outcome.cell for outcome in run(one, FakeHost()))

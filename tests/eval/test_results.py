@@ -1,5 +1,6 @@
 """Results files: what is written is read, and what is broken is named."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -13,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantwm_core.errors import FormatError
-from quantwm_eval import markdown, merge, provenance, results, resume, tables
+from quantwm_core.errors import FormatError, StateError
+from quantwm_eval import markdown, merge, provenance, report, results, resume, tables
 from quantwm_eval.experiment import Experiment, MethodChoice
+from quantwm_eval.gallery import Gallery
 from quantwm_eval.metric import Measurement
 from quantwm_eval.results import Cell, Results
 
@@ -121,12 +123,12 @@ NEVER = object()
         (("experiment", "methods"), NEVER, "experiment.methods: got nothing, need a list"),
         (("experiment", "methods"), "rtn", "experiment.methods: got 'rtn', need a list"),
         (("experiment", "methods"), ["bf16", 3], "experiment.methods[1]: got 3, need a text"),
-        (("experiment", "methods"), ["bf16", "qgv"], "unknown method 'qgv'; did you mean 'qvg'"),
+        (("experiment", "methods"), ["bf16", "kivi:2"], "method 'kivi:2': '2' is not option=value"),
         (("experiment", "methods"), ["kivi"], "methods: the first must be 'bf16'"),
-        (("experiment", "metrics"), ["pnsr"], "unknown metric 'pnsr'; did you mean 'psnr'"),
         (("experiment", "kinds"), ["stroll"], "unknown kind 'stroll'"),
         (("experiment", "scenes"), [0, -1], "experiment.scenes[1]: got -1, need a whole number of at least 0"),
-        (("experiment", "scenes"), [], "scenes: got 0, need at least one and none twice"),
+        (("experiment", "scenes"), [], "scenes: got none, need at least one"),
+        (("experiment", "scenes"), [0, 4, 4], "scenes: got 4 twice, need each once"),
         (("experiment", "scenes"), [math.nan], "experiment.scenes[0]: got nan, need a whole number of at least 0"),
         (("experiment", "seeds"), [2**63], f"seeds {2**63}: need numbers from 0"),
         (("experiment", "seeds"), [0.0], "experiment.seeds[0]: got 0.0, need a whole number of at least 0"),
@@ -200,6 +202,32 @@ def assert_named(path: Path, number: int, place: tuple[str, ...], came: object, 
     with pytest.raises(FormatError, match=re.escape(f"{path}: {message}")):
         resume.begin(path, example().experiment, example().provenance)
     assert path.read_text() == "".join(lines)
+
+
+def test_what_only_another_installation_has_is_shown_as_it_is_stored(tmp_path: Path) -> None:
+    found = example()
+    wanted = dataclasses.replace(
+        found.experiment,
+        methods=(*found.experiment.methods, MethodChoice("theirs", (("bits", 2),))),
+        metrics=("psnr", "theirs_too", "ssim"),
+    )
+    (plain, _) = found.cells
+    values = {"psnr": 20.0, "sparkle": 0.125, "dust": math.nan}
+    measured = Measurement(values)
+    path = tmp_path / "results.jsonl"
+    ours = dataclasses.replace(plain, method="theirs:bits=2", measurement=measured)
+    results.save(path, Results(wanted, found.provenance, (plain, ours)))
+    back = merge.load([path])
+    assert back.experiment == wanted
+    assert resume.begin(path, wanted, found.provenance).cells[1].method == "theirs:bits=2"
+    for text in (markdown.render(back, "headline"), tables.text(back, everything=True)):
+        assert "Not installed here, so figures stand under their stored names: theirs_too." in text
+        assert "0.1250" in text
+        assert "– (not measured)" in text  # of sparkle under bf16, and of dust under both
+    assert "walk,sparkle,,neither,theirs:bits=2,1,0.125," in tables.comma_separated(back)
+    assert "theirs:bits=2" in report.page(back, Gallery(4), [])
+    with pytest.raises(StateError, match=re.escape(f"{path}: belongs to another run: methods")):
+        resume.begin(path, found.experiment, found.provenance)
 
 
 def test_maps_of_a_method_are_of_one_model() -> None:

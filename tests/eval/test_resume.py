@@ -141,7 +141,7 @@ def test_another_version_or_machine_is_refused(tmp_path: Path, whole: Path) -> N
         resume.begin(path, WANTED, newer)
     with pytest.raises(StateError, match=r"threads .* there, 999 here"):
         resume.begin(path, WANTED, dataclasses.replace(SOURCE, threads=999))
-    with pytest.raises(StateError, match="name another file"):
+    with pytest.raises(StateError, match="name another folder"):
         resume.begin(path, WANTED, newer)
 
 
@@ -195,11 +195,14 @@ def test_a_file_without_a_cell_blocks_nobody(tmp_path: Path, whole: Path) -> Non
     other = dataclasses.replace(WANTED, frames=8)
     assert resume.begin(path, other, SOURCE).missing == 12
     assert results.load(path).experiment == other
+    path.write_bytes(b"")
+    assert resume.begin(path, WANTED, SOURCE).missing == 12
+    assert results.load(path).experiment == WANTED
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"metrics": ()}, "metrics: got 0"), ({"seeds": (-1,)}, "seeds -1"), ({"samples": -1}, "samples -1")],
+    [({"metrics": ()}, "metrics: got none"), ({"seeds": (-1,)}, "seeds -1"), ({"samples": -1}, "samples -1")],
 )
 def test_what_measures_nothing_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message):

@@ -227,8 +227,22 @@ def test_the_command_prints_a_table_and_writes_lines(tmp_path: Path, capsys: pyt
     assert "exists" in capsys.readouterr().err
     assert "0.000 GiB" not in printed
     assert main(["bench", "budget", "hy_world", "hy_world"]) == 0
-    rows = capsys.readouterr().out.splitlines()
-    assert sum("HY-World 1.5, 5B, 704p" in row for row in rows) == len(set(rows) - {""}) - 4 == 8
+    rows = capsys.readouterr().out.split("\n\n")
+    assert [rows[0], rows[2]] == [budget_table.FITTING, budget_table.LENGTHS]
+    assert [part.count("HY-World 1.5, 5B, 704p") for part in rows] == [0, 6, 0, 2]
+    assert [len(part.splitlines()) for part in (rows[1], rows[3])] == [2 + 6, 2 + 2]
+
+
+def test_captions_of_the_budget_explain_its_heads_and_entries() -> None:
+    for caption, made in (
+        (budget_table.FITTING, budget_table.fitting(shape.names())),
+        (budget_table.LENGTHS, budget_table.lengths(shape.names())),
+    ):
+        told = {line.partition(":")[0] for line in caption.replace("; ", "\n").splitlines()}
+        unlike = {head for head in made[0] if not head.endswith((" GiB", " GB", " bits", " BF16"))} - {"model"}
+        assert unlike - {"weights"} <= told
+        assert {entry for row in made[1:] for entry in row if entry in ("yes", "tight", "-")} <= told
+        assert max(map(len, caption.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(
@@ -262,6 +276,14 @@ def test_what_cannot_be_run_is_refused_before_it_is_begun(
 
     assert main(["bench", "true-shapes", *told]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_method_that_is_named_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from quantwm_eval.cli import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "true-shapes", "matrix_game", "--tiny", "--methods", "bf16,kivi,bf16"])
+    assert "argument --methods: got 'bf16' twice, need each method once" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["hy_world", "hy_world_8b"])

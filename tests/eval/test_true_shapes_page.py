@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from quantwm_eval import cli
-from quantwm_eval.true_shapes import measure, shape, table
+from quantwm_eval.true_shapes import budget_table, measure, shape, table
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "true-shapes.md").read_text(encoding="utf-8")
@@ -47,6 +47,30 @@ def test_an_untouched_host_that_rebuilds_holds_two_histories_and_ours_none(scrip
         ours = [line for line in lines if table.key(line) == table.key(host) and line["sealed_nbytes"]]
         assert ours
         assert all(line["peak_nbytes"] <= host["peak_nbytes"] - dense / 2 for line in ours)
+
+
+def test_a_peak_is_extrapolated_to_all_layers_and_as_other_depths_were_measured(script: ModuleType) -> None:
+    lines = table.load(script.RESULTS)
+    whole = [line for line in lines if line["layers_run"] == line["layers"]]
+    assert whole
+    assert all(table.peak(line) == line["peak_nbytes"] for line in whole)
+    cut = [line for line in lines if line["layers_run"] < line["layers"]]
+    assert all(table.peak(line) > line["weight_nbytes"] * line["layers"] / line["layers_run"] for line in cut)
+    few, more = sorted(
+        (line for line in cut if line["offload"] and line["method"] == "quantwm"), key=lambda line: line["layers_run"]
+    )
+    assert (few["model"], few["layers_run"], more["layers_run"]) == (more["model"], 8, 24)
+    assert table.peak(few | {"layers": 24}) == pytest.approx(more["peak_nbytes"], rel=0.01)
+    assert table.size(table.peak(more), digits=2) in table.markdown([more])
+
+
+def test_the_readme_states_what_longcat_needs_at_least() -> None:
+    head, *rows = budget_table.fitting(("longcat_video",))
+    least = min((float(row[head.index("in all")]), row[1:3]) for row in rows)
+    told = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert f"needs more than 24 GB in any setting: {least[0]:.1f} GiB with FP8 weights and two bits offloaded" in told
+    assert least[0] > 24
+    assert least[1] == ("2 bits, offloaded", "FP8")
 
 
 @pytest.mark.parametrize("text", ["a", "<!-- t -->", "<!-- t --><!-- t --><!-- /t -->"])

@@ -1,11 +1,13 @@
 """What benchmarks say where something is missing that they need."""
 
-import runpy
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.programs import ended
 
 
 @pytest.fixture
@@ -16,17 +18,17 @@ def without(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def run(name: str, patch: pytest.MonkeyPatch, *words: str) -> object:
-    """How a benchmark ends as a program."""
-    patch.setattr(sys, "argv", [name, *words])
-    patch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module(name, run_name="__main__")
-    return end.value.code
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is what they need")
+@pytest.mark.parametrize("name", ["decode", "attention"])
+def test_measurements_of_a_gpu_say_that_there_is_none(
+    name: str, without: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(f"benchmarks.{name}", without) == 2
+    assert "error: needs a CUDA device" in capsys.readouterr().err
 
 
 def test_sealing_says_that_triton_is_missing(without: pytest.MonkeyPatch) -> None:
-    assert str(run("benchmarks.seal", without)).startswith("benchmarks.seal: the package triton is not installed")
+    assert str(ended("benchmarks.seal", without)).startswith("benchmarks.seal: the package triton is not installed")
 
 
 def test_counters_look_at_the_arguments_then_for_ncu_then_for_triton(
@@ -39,8 +41,8 @@ def test_counters_look_at_the_arguments_then_for_ncu_then_for_triton(
         (("read",), "ncu is not on the PATH"),
         (("seal",), "ncu is not"),
     ):
-        assert run("benchmarks.counters", without, *words) == 2
+        assert ended("benchmarks.counters", without, *words) == 2
         assert said in capsys.readouterr().err
     where["ncu"] = str(tmp_path / "ncu")
-    assert run("benchmarks.counters", without, "seal") == 2
+    assert ended("benchmarks.counters", without, "seal") == 2
     assert "the package triton is not installed" in capsys.readouterr().err

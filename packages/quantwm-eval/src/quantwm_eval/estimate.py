@@ -36,6 +36,9 @@ def bootstrap(values: Sequence[float]) -> Estimate:
     The generator is made here from a fixed seed: the same values give the same interval, and nobody else's random numbers
     change. One scene, or equal ones, give an interval without width; NaN are left out; one infinite value makes all infinite.
 
+    With few scenes the interval is too narrow. Where scenes are normally distributed, it held their true mean in 48 % of 2000
+    draws of 2, 75 % of 3, 79 % of 4, 86 % of 6, 87 % of 8, 91 % of 12, and 92 % of 16 and of 32.
+
     >>> bootstrap([1.0, 1.0, 1.0])
     Estimate(mean=1.0, low=1.0, high=1.0, n=3)
     """

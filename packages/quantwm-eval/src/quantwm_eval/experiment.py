@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
@@ -134,8 +135,10 @@ class Experiment:
             ("seeds", self.seeds),
             ("metrics", self.metrics),
         ):
-            if not entries or len(set(entries)) < len(entries):
-                raise ParameterError(f"{name}: got {len(entries)}, need at least one and none twice")
+            if not entries:
+                raise ParameterError(f"{name}: got none, need at least one")
+            if again := twice(entries):
+                raise ParameterError(f"{name}: got {again} twice, need each once")
         for name, least in (("frames", 1), ("degrees", 1), ("chunks_per_seal", 1), ("batch", 1), ("samples", 0)):
             if getattr(self, name) < least:
                 raise ParameterError(f"{name} {getattr(self, name)}: need at least {least}")
@@ -146,13 +149,21 @@ class Experiment:
                 raise ParameterError(f"seeds {seed}: need numbers from 0 to {SEEDS - 1}")
         for kind in self.kinds:
             lookup("kind", kind, KINDS)
+        if self.methods[0] != MethodChoice(CONTROL):
+            raise ParameterError(f"methods: the first must be {CONTROL!r}, the control; see with_control")
+
+    def check(self) -> None:
+        """Refuse what cannot be run here. What was measured elsewhere may name methods and metrics that only others have.
+
+        Raises:
+            UnknownNameError: There is no such method or metric.
+            ParameterError: A setting of a method is unknown or out of range.
+        """
         for metric in self.metrics:
             metrics.get(metric)
         for method in self.methods:
             method.scheme(self.chunks_per_seal)
-            _ = method.window  # refused here, not after the first videos
-        if self.methods[0] != MethodChoice(CONTROL):
-            raise ParameterError(f"methods: the first must be {CONTROL!r}, the control; see with_control")
+            _ = method.window
 
     @property
     def compressed(self) -> tuple[str, ...]:
@@ -185,6 +196,16 @@ class Experiment:
         settings: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in plain.items()}
         settings["methods"] = tuple(map(MethodChoice.parse, plain["methods"]))
         return cls(**settings)
+
+
+def twice(entries: Iterable[Hashable]) -> str:
+    """The first entry that is there more than once, as messages name it; empty where there is none.
+
+    >>> twice((0, 3, 3)), twice((MethodChoice("kivi"),) * 2), twice("ab")
+    ('3', "'kivi'", '')
+    """
+    found = next((entry for entry, count in Counter(entries).items() if count > 1), None)
+    return "" if found is None else repr(found.label if isinstance(found, MethodChoice) else found)
 
 
 def with_control(methods: tuple[MethodChoice, ...]) -> tuple[MethodChoice, ...]:

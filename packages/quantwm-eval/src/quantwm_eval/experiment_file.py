@@ -77,7 +77,9 @@ def build(chosen: Mapping[str, Any]) -> Experiment:
         metric = metrics.get(name)
         if not metric.installed:
             raise ParameterError(f"metric {name!r} needs {metric.lacks}, which is not there")
-    return Experiment(**{"batch": 1} | dict(chosen) | {"methods": with_control(tuple(chosen["methods"]))})
+    made = Experiment(**{"batch": 1} | dict(chosen) | {"methods": with_control(tuple(chosen["methods"]))})
+    made.check()
+    return made
 
 
 def _setting(key: str, value: Any) -> Any:

@@ -124,7 +124,9 @@ def on_ray(given: Sequence[Task], jobs: int) -> Iterator[tuple[Cell, ...]]:
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError as error:
-        raise StateError("--launcher ray: Ray is not installed; pip install 'quantwm-eval[ray]'") from error
+        raise StateError(
+            "--launcher ray: Ray is not installed; pip install 'packages/quantwm-eval[ray]' in a clone of the repository"
+        ) from error
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
     remote = ray.remote(work)

@@ -24,12 +24,14 @@ def render(results: Results, headline: str, more: Sequence[Table] = ()) -> str:
     warning = (
         [] if results.valid else ["**INVALID: a BF16 control differed from its reference; no figure here counts.**"]
     )
+    scenes = len(results.experiment.scenes)
     parts = [
         f"# {headline}",
         *warning,
         *(f"## {table.title}\n\n{grid(table)}" for table in tables),
         *([f"## {agreement.title(results)}\n\n{listed(agreement.HEADS, stated)}"] if stated else []),
-        f"Mean over scenes, 95 % interval in parentheses; best compressed method in bold. {summary.unmeasured(results)}".rstrip(),
+        f"Mean over {scenes} scene{'s' if scenes > 1 else ''} (or n, where it says so), 95 % interval in parentheses; best "
+        f"compressed method in bold. {summary.unmeasured(results)}".rstrip(),
         f"`{source.command}`\n\n{source.date}, {source.platform}, {source.device}, {source.threads} threads; {versions}",
     ]
     return "\n\n".join(parts) + "\n"

@@ -92,6 +92,8 @@ def check_file(out: Path, inputs: Iterable[Path], overwrite: bool) -> None:
         there = out.exists()
         if there and any(out.samefile(path) for path in inputs):
             raise StateError(f"--out {out}: that is an input itself; name another file")
+        if out.is_dir():
+            raise StateError(f"--out {out}: is a folder; name a file")
         if there != out.is_file() or not out.parent.is_dir():  # a device is none
             raise StateError(f"--out {out}: need a file in a folder that exists")
         if there and not overwrite:

@@ -10,6 +10,9 @@ from quantwm_eval.estimate import Estimate, bootstrap
 from quantwm_eval.metric import Quantity
 from quantwm_eval.results import Results
 
+FEWEST = 6
+"""Scenes whose interval says anything: that of five misses the mean in one of six cases, see :func:`bootstrap`."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -59,9 +62,10 @@ def rows(results: Results, quantity: Quantity, kind: str, against: str | None) -
 
 
 def certain(found: Estimate) -> bool:
-    """Whether the interval of a difference of several scenes leaves zero out.
+    """Whether the interval of a difference of at least :data:`FEWEST` scenes leaves zero out.
 
-    >>> certain(bootstrap([1.0, 2.0, 1.5])), certain(bootstrap([1.0])), certain(bootstrap([1.0, -2.0, 1.5]))
+    >>> six = [1.0, 2.0, 1.5, 1.0, 2.0, 1.5]
+    >>> certain(bootstrap(six)), certain(bootstrap(six[:5])), certain(bootstrap([*six, -20.0]))
     (True, False, False)
     """
-    return found.n > 1 and (found.low > 0 or found.high < 0)
+    return found.n >= FEWEST and (found.low > 0 or found.high < 0)

@@ -20,8 +20,8 @@ MACHINE = ("platform", "device", "cores", "threads")
 def begin(path: Path, experiment: Experiment, provenance: Provenance) -> Results:
     """Make a results file ready to be appended to.
 
-    Where there is none it is made, with its first line whole or not at all; so is it where one holds no cell, which is what a
-    run leaves that failed before its first one. One with cells must be of the same experiment, versions and machine; a last
+    Where there is none it is made, with its first line whole or not at all; so is it where one holds no cell, or nothing at all,
+    which is what a run leaves that failed before its first one. One with cells must be of the same experiment, versions and machine; a last
     line that was cut off in the middle is removed, everything else stays.
 
     Args:
@@ -38,14 +38,14 @@ def begin(path: Path, experiment: Experiment, provenance: Provenance) -> Results
         FormatError: The file is foreign, broken before its last line, or holds a cell twice or that does not belong to it.
         OSError: It cannot be read or written.
     """
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:
         return _fresh(path, experiment, provenance)
     found, length = read(path)
     if not found.cells:
         return _fresh(path, experiment, provenance)
     others = differing(found.experiment.to_json(), experiment.to_json()) + unlike(found.provenance, provenance)
     if others:
-        raise StateError(f"{path}: belongs to another run: {'; '.join(others)}; name another file to keep both")
+        raise StateError(f"{path}: belongs to another run: {'; '.join(others)}; name another folder to keep both")
     if length < path.stat().st_size:
         with path.open("r+b") as file:
             file.truncate(length)

@@ -61,8 +61,9 @@ def count_chunks(experiment: Experiment, host: Host, finished: Sequence[Cell] = 
     """How often :func:`run` calls its ``progress``: once per chunk of every video, references included.
 
     Raises:
-        QuantWMError: The host cannot do the experiment.
+        QuantWMError: The host cannot do the experiment, or a method or metric is unknown.
     """
+    experiment.check()
     for kind in experiment.kinds:
         lookup(f"kind of episode of host {host.name!r}:", kind, host.kinds)
     check_batch(host.name, experiment.batch, host.makes_batches)
@@ -107,9 +108,10 @@ def run(
         warm: Whether this process has run these methods before, and need not be warmed up.
 
     Raises:
-        QuantWMError: The host cannot do it.
+        QuantWMError: The host cannot do it, or a method or metric is unknown.
         StateError: A reference is another one than finished cells were compared with.
     """
+    experiment.check()
     known = {cell.key: cell for cell in finished}
     cold = not warm
     for seed, kind, scenes in experiment.batches():

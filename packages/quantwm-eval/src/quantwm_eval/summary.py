@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantwm_eval import metrics
 from quantwm_eval.estimate import Estimate, bootstrap, proportion
-from quantwm_eval.metric import Quantity
+from quantwm_eval.metric import Metric, Quantity
 from quantwm_eval.results import Cell, Results
 
 MAIN = (
@@ -68,16 +68,25 @@ class Table:
 def quantities(results: Results) -> dict[str, Quantity]:
     """Every quantity of the experiment's metrics, those of the main table first.
 
-    One that its metric has only had since the file was written is left out.
+    One that its metric has only had since the file was written is left out. Figures that no metric here tells of come last, under
+    their stored names.
     """
-    measured = {name for cell in results.cells for name in cell.measurement.values}
+    measured = dict.fromkeys(name for cell in results.cells for name in cell.measurement.values)
     found: dict[str, Quantity] = {}
-    for name in results.experiment.metrics:
-        own = metrics.get(name).quantities
-        known = [quantity for quantity in own if quantity.name in measured]
-        found |= {quantity.name: quantity for quantity in known or own}
+    for metric in _known_metrics(results):
+        known = [quantity for quantity in metric.quantities if quantity.name in measured]
+        found |= {quantity.name: quantity for quantity in known or metric.quantities}
+    found |= {
+        name: Quantity(name, name, "", "neither", low=-math.inf, digits=4) for name in measured if name not in found
+    }
     order = [name for name, _ in MAIN if name in found]
     return {name: found[name] for name in dict.fromkeys((*order, *found))}
+
+
+def _known_metrics(results: Results) -> list[Metric]:
+    """Those of the experiment that there are here; a file may be of a machine that had others."""
+    here = metrics.names()
+    return [metrics.get(name) for name in results.experiment.metrics if name in here]
 
 
 def by_scene(cells: Sequence[Cell], kind: str, method: str, quantity: str) -> dict[int, float]:
@@ -102,26 +111,32 @@ def estimate(results: Results, kind: str, method: str, quantity: str) -> Estimat
 
 def why(results: Results, kind: str, method: str, quantity: str) -> str:
     """Why there is no estimate of a quantity, in words."""
-    (metric,) = (
-        metric
-        for metric in map(metrics.get, results.experiment.metrics)
-        if quantity in (one.name for one in metric.quantities)
-    )
+    owners = [metric for metric in _known_metrics(results) if quantity in (one.name for one in metric.quantities)]
     cells = [cell for cell in results.cells if (cell.kind, cell.method) == (kind, method)]
     if not cells:
         return "not run yet"
+    if not owners:
+        return "not measured"
+    (metric,) = owners
     return metric.blank if any(quantity in cell.measurement.values for cell in cells) else metric.lacking
 
 
 def unmeasured(results: Results) -> str:
-    """Metrics of the experiment that no cell says anything of, each with its reason, as a sentence; empty if there is none."""
+    """Metrics of the experiment that no cell says anything of, each with its reason, and those that are not known here.
+
+    Sentences; empty if there are none of either.
+    """
     measured = {name for cell in results.cells for name in cell.measurement.values}
     silent = [
         f"{metric.name} ({metric.lacking})"
-        for metric in map(metrics.get, results.experiment.metrics)
+        for metric in _known_metrics(results)
         if results.cells and not any(quantity.name in measured for quantity in metric.quantities)
     ]
-    return f"Not measured: {', '.join(silent)}." if silent else ""
+    here = metrics.names()
+    foreign = [name for name in results.experiment.metrics if name not in here]
+    told = [f"Not measured: {', '.join(silent)}."] if silent else []
+    told += [f"Not installed here, so figures stand under their stored names: {', '.join(foreign)}."] if foreign else []
+    return " ".join(told)
 
 
 def main_columns(results: Results) -> list[tuple[Quantity, str]]:
@@ -161,11 +176,15 @@ def _table(results: Results, title: str, columns: Sequence[tuple[Quantity, str]]
         (
             label,
             tuple(
-                entry(
-                    quantity,
+                _of_fewer(
+                    results,
                     found,
-                    label in rivals and found.mean == top,
-                    "" if found.n else why(results, kind, label, quantity.name),
+                    entry(
+                        quantity,
+                        found,
+                        label in rivals and found.mean == top,
+                        "" if found.n else why(results, kind, label, quantity.name),
+                    ),
                 )
                 for (quantity, kind), found, top in zip(columns, grid[label], best, strict=True)
             ),
@@ -173,6 +192,13 @@ def _table(results: Results, title: str, columns: Sequence[tuple[Quantity, str]]
         for label in labels
     )
     return Table(title, tuple(head(quantity) for quantity, _ in columns), rows)
+
+
+def _of_fewer(results: Results, found: Estimate, shown: Entry) -> Entry:
+    """With the number of scenes at its interval where not all have such a figure."""
+    if not shown.interval or found.n == len(results.experiment.scenes):
+        return shown
+    return replace(shown, interval=f"{shown.interval}, n = {found.n}")
 
 
 def best_mean(quantity: Quantity, means: Sequence[float]) -> float:

@@ -35,7 +35,7 @@ def text(results: Results, against: str | None = None, everything: bool = False)
     blocks = []
     for quantity, kind in columns(results, everything):
         heads = ["method", "n", "mean", "95 % interval"]
-        lines = [heads if against is None else [*heads, f"minus {against}", "95 % interval"]]
+        lines = [heads if against is None else [*heads, f"minus {against}", "95 % interval", "pairs"]]
         for row in paired.rows(results, quantity, kind, against):
             lacking = "" if row.found.n else summary.why(results, kind, row.label, quantity.name)
             shown = summary.entry(quantity, row.found, best=False, why=lacking)
@@ -47,7 +47,9 @@ def text(results: Results, against: str | None = None, everything: bool = False)
         blocks.append(f"{agreement.title(results)}\n{text_table.grid([agreement.HEADS, *stated], left=2)}")
     notes = ["n: scenes; seeds of a scene are averaged first."]
     if against is not None:
-        notes.append("*: the interval of the difference over the same scenes leaves zero out.")
+        notes.append(
+            f"*: the interval of the difference over the same scenes, {paired.FEWEST} or more, leaves zero out."
+        )
     notes.append(summary.unmeasured(results))
     return "\n\n".join([*blocks, " ".join(filter(None, notes))])
 
@@ -74,12 +76,12 @@ def comma_separated(results: Results, against: str | None = None) -> str:
     return buffer.getvalue()
 
 
-def _difference(quantity: Quantity, found: Estimate) -> tuple[str, str]:
+def _difference(quantity: Quantity, found: Estimate) -> tuple[str, str, str]:
     if found.n == 0:
-        return "", ""
+        return "", "", ""
     low, high = summary.signed(quantity, found.low), summary.signed(quantity, found.high)
     mark = " *" if paired.certain(found) else ""
-    return f"{summary.signed(quantity, found.mean)}{mark}", "" if low == high else f"{low} to {high}"
+    return f"{summary.signed(quantity, found.mean)}{mark}", "" if low == high else f"{low} to {high}", str(found.n)
 
 
 def _numbers(found: Estimate) -> tuple[int | str, ...]:

@@ -20,6 +20,7 @@ from quantwm_core.errors import FormatError, ParameterError, StateError, lookup
 from quantwm_core.tensor_file import replaced
 from quantwm_eval import results, schema, summary
 from quantwm_eval.estimate import bootstrap
+from quantwm_eval.experiment import twice
 from quantwm_eval.metric import Quantity
 from quantwm_eval.summary import Table
 
@@ -91,8 +92,10 @@ def check_dimensions(names: Sequence[str]) -> tuple[str, ...]:
         UnknownNameError: It does not.
         ParameterError: There is none, or one twice.
     """
-    if not names or len(set(names)) < len(names):
-        raise ParameterError(f"VBench dimensions: got {len(names)}, need at least one and none twice")
+    if not names:
+        raise ParameterError("VBench dimensions: got none, need at least one")
+    if again := twice(names):
+        raise ParameterError(f"VBench dimensions: got {again} twice, need each once")
     return tuple(lookup("VBench dimension", name, DIMENSIONS) for name in names)
 
 

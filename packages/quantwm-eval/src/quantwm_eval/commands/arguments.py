@@ -8,7 +8,7 @@ import torch
 
 from quantwm_core.errors import ParameterError, QuantWMError
 from quantwm_eval import metrics
-from quantwm_eval.experiment import MethodChoice
+from quantwm_eval.experiment import MethodChoice, twice
 from quantwm_eval.experiment_file import MOST_SCENES
 
 MOST_THREADS = 4096
@@ -62,7 +62,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def method_list(text: str) -> tuple[MethodChoice, ...]:
-    """Methods between commas, each known and with settings that it takes."""
+    """Methods between commas, each known and with settings that it takes, none twice."""
     try:
         chosen = tuple(MethodChoice.parse(one) for one in text.split(","))
         for method in chosen:
@@ -70,6 +70,8 @@ def method_list(text: str) -> tuple[MethodChoice, ...]:
             _ = method.window
     except QuantWMError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if again := twice(chosen):
+        raise argparse.ArgumentTypeError(f"got {again} twice, need each method once")
     return chosen
 
 

@@ -98,10 +98,13 @@ def run_budget(options: argparse.Namespace, _given: Sequence[str], _tell: Tell) 
     """Do it."""
     names = tuple(dict.fromkeys(options.model)) or shape.names()
     try:
-        tables = [budget_table.fitting(names), budget_table.lengths(names)]
+        tables = {
+            budget_table.FITTING: budget_table.fitting(names),
+            budget_table.LENGTHS: budget_table.lengths(names),
+        }
     except QuantWMError as error:
         return Answer("", f"quantwm bench: {error}", BAD_OPTIONS)
-    return Answer("\n\n".join(grid(table, left=2) for table in tables))
+    return Answer("\n\n".join(f"{caption}\n\n{grid(table, left=2)}" for caption, table in tables.items()))
 
 
 def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer:

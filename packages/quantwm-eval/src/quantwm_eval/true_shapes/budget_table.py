@@ -18,6 +18,19 @@ CARDS = (24, 48, 80, 141)
 Row = tuple[str, ...]
 
 
+FITTING = f"""\
+What a process needs that makes a video of {STANDARD_FRAMES} frames, GiB. A card of N GB is taken as N GiB.
+cache: BF16 is the host's own, two histories where it makes one anew; 2 bits are units of one chunk or of two.
+weights: of the layers; FP8 ones are the host's affair, nothing here makes them.
+other: the VAE's weights, a pass or the VAE's decoder, whichever is more, and 1 GiB for CUDA itself.
+in all: these three, or what reads the prompt and CUDA, which come before and go, where that is more.
+measured: how much of it a live host took; all else is computed or estimated.
+yes: fits; tight: only if PyTorch's allocator loses less than {PIECES_NBYTES // GIB} GiB in pieces; -: does not."""
+LENGTHS = f"""\
+Frames of the longest video whose whole history fits, if the model attended to all of it.
+A range: with {PIECES_NBYTES // GIB} GiB lost in pieces, and with nothing lost; -: not even the shortest fits."""
+
+
 PACKED = tuple(scheme("quantwm", chunks_per_seal=each) for each in (1, 2))
 """Two bits: whichever takes less. Units of two chunks take less for their tokens, but one more chunk waits in BF16."""
 

@@ -54,6 +54,32 @@ def at_rest(line: Line) -> float:
     return sum(line[name] for name in CACHE_PARTS) * line["layers"] / line["layers_run"]
 
 
+def peak(line: Line) -> float:
+    """Most bytes that were allocated at once, with weights and cache of all layers of the model; 0 on a CPU.
+
+    By the byte model of :func:`quantwm_eval.true_shapes.measure.modelled`: what is there before the video and what the cache
+    holds on the device grow with layers, while a pass, and what reads and seals share, are of one layer. The cache of an
+    untouched host is what was there beside its weights and a pass.
+
+    >>> told = {
+    ...     "model": "hy_world",
+    ...     "offload": False,
+    ...     "layers": 30,
+    ...     "layers_run": 10,
+    ...     "beside_nbytes": 5,
+    ...     "method": "qvg",
+    ... }
+    >>> peak(told | {"before_nbytes": 100, "held_nbytes": 20, "peak_nbytes": 127})  # 3 * (100 + 20) + 7
+    367.0
+    """
+    cache = line["held_nbytes"]
+    if line["method"] in (HOST, AGAIN):
+        elsewhere = line["offload"] and Shape.load(line["model"]).host == "segments"  # the others cannot
+        cache = 0 if elsewhere else max(0, line["peak_nbytes"] - line["before_nbytes"] - line["beside_nbytes"])
+    more = line["layers"] / line["layers_run"] - 1
+    return line["peak_nbytes"] + more * (line["before_nbytes"] + cache) if line["peak_nbytes"] else 0.0
+
+
 def seconds(line: Line) -> list[float]:
     """Seconds of each chunk, denoising steps and layers extrapolated to the model's."""
     factor = line["layers"] / line["layers_run"]
@@ -146,7 +172,7 @@ def _row(line: Line, hosts: Sequence[Line]) -> tuple[str, ...]:
         line["method"],
         size(rest, digits=3),
         "-" if ratio is None else f"{ratio:.2f}x",
-        size(line["peak_nbytes"], digits=2) if measured else "-",
+        size(peak(line), digits=2) if measured else "-",
         f"{line['peak_nbytes'] / line['model_nbytes']:.3f}" if measured and ours else "-",
         f"{sorted(each)[len(each) // 2]:.3f}",
         "-" if slower is None else f"{100 * slower:+.1f} %",
