@@ -32,7 +32,7 @@ METHODS = ("quantwm:centroids=64", "quantwm:preset=sharp:centroids=64")
 STARTS = {
     "ten rounds from nothing": "",
     "five from nothing": ":iterations=5",
-    "five from nothing, each 1.5 times as far": ":iterations=5:relaxation=1.5",
+    "five, relaxed": ":iterations=5:relaxation=1.5",
     "two from nothing": ":iterations=2",
     "two from the history before": ":warm_start=True",
 }
