@@ -1,4 +1,4 @@
-"""Plain ``pytest``: the tests of all packages in one process, in whatever order their folders are named."""
+"""Plain ``pytest``: the tests of all packages in one process."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_annotations_are_checked_for_core_alone_in_whatever_order_folders_are_named() -> None:
+def test_annotations_are_checked_for_core_alone_between_others() -> None:
     before = "tests/eval/test_results.py::test_numbers_of_any_kind_are_written_as_such"
     after = "tests/models/test_all_or_nothing.py::test_arguments_of_a_wrong_type"
     given = [before, "tests/core/test_annotations.py", after]

@@ -273,7 +273,8 @@ def test_a_damaged_chunk_table_is_refused(path: Path, change: Any) -> None:
         (_set(0, "start", value=...), "its entry 0 lacks 'start'"),
         (_set(0, value=5), "its entry 0 cannot be read: 'int' object"),
         (lambda table: table.append(table[0]), "its entry 4 lacks 'layer.0.chunk.0.keys"),
-        (lambda _: 5, "it is no list in JSON"),
+        (lambda _: 5, "it is int in JSON, no list"),
+        (lambda _: {"layer": 0}, "it is dict in JSON, no list"),
     ],
 )
 def test_what_of_a_chunk_table_is_damaged_is_said(path: Path, change: Any, reason: str) -> None:
@@ -282,10 +283,16 @@ def test_what_of_a_chunk_table_is_damaged_is_said(path: Path, change: Any, reaso
         load(path)
 
 
-@pytest.mark.parametrize("text", [None, "", "[", "nonsense", "[" * 100_000])
-def test_a_chunk_table_that_is_no_json_is_refused(path: Path, text: str | None) -> None:
+@pytest.mark.parametrize("text", ["", "[", "nonsense", "[" * 100_000])
+def test_a_chunk_table_that_is_no_json_is_refused(path: Path, text: str) -> None:
     _with_metadata(path, chunks=text)
-    with pytest.raises(FormatError, match="chunk table is damaged"):
+    with pytest.raises(FormatError, match="chunk table is damaged: it is no JSON"):
+        load(path)
+
+
+def test_a_file_without_a_chunk_table_is_refused(path: Path) -> None:
+    _with_metadata(path, chunks=None)
+    with pytest.raises(FormatError, match="the chunk table is missing"):
         load(path)
 
 

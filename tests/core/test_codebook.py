@@ -144,11 +144,10 @@ def test_the_objective_does_not_increase(name: str, kind: str) -> None:
     objectives = [_objective(unit, table, metric) for table in tables]
     for before, after, table in zip(objectives, objectives[1:], tables[1:], strict=False):
         assert after <= before * (1 + tolerances.OBJECTIVE) + _cost_of_rounding(unit, table, metric)
-    for relaxation in (1.25, 1.5, 1.99):  # what the last round comes from differs, so each is held against the start
-        for iterations in range(1, 5):
-            table = codebook.fit(unit, 8, metric, iterations, relaxation=relaxation)
-            allowed = objectives[0] * (1 + tolerances.OBJECTIVE) + _cost_of_rounding(unit, table, metric)
-            assert _objective(unit, table, metric) <= allowed
+    for iterations in (2, 4):  # what the last round comes from differs, so each is held against the start
+        table = codebook.fit(unit, 8, metric, iterations, relaxation=1.99)
+        allowed = objectives[0] * (1 + tolerances.OBJECTIVE) + _cost_of_rounding(unit, table, metric)
+        assert _objective(unit, table, metric) <= allowed
 
 
 @pytest.mark.parametrize("name", METRICS)

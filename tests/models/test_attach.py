@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import EntryPoint, EntryPoints
 from types import SimpleNamespace
 from typing import Any
@@ -420,7 +421,8 @@ def test_other_errors_of_an_adapter_come_as_they_are(error: Exception) -> None:
 
 def test_an_adapter_as_an_object_is_the_one_whose_module_it_becomes() -> None:
     bare = SimpleNamespace(matches=causal_forcing.matches, attach=causal_forcing.attach)
-    for adapter in (causal_forcing, causal_forcing.CausalForcing(), bare):
+    settled = SimpleNamespace(matches=causal_forcing.matches, attach=partial(causal_forcing.attach))
+    for adapter in (causal_forcing, causal_forcing.CausalForcing(), bare, settled):
         with attach(causal_forcing_host.CausalInferencePipeline(9, 3), "bf16", adapter=adapter) as attachment:
             assert attachment.adapter == "quantwm_models.adapters.causal_forcing"
 

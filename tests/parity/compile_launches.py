@@ -22,6 +22,7 @@ import triton
 
 import quantwm_core
 import quantwm_kernels
+from tests.parity import specialization
 from tests.parity.specialization import DEVICES, PACKAGE, Specialization, compiled
 
 Answer = dict[str, Any]
@@ -80,7 +81,8 @@ def answers(cases: Sequence[Specialization], done: Path, processes: int) -> Iter
     """Each specialisation with what came of it, before or now."""
     known = dict(json.loads(line) for line in done.read_text().splitlines()) if done.exists() else {}
     folders = [Path(str(package.__file__)).parent for package in (quantwm_core, quantwm_kernels)]
-    sources = "".join(path.read_text() for folder in folders for path in sorted(folder.rglob("*.py")))
+    files = [*(path for folder in folders for path in sorted(folder.rglob("*.py"))), Path(str(specialization.__file__))]
+    sources = "".join(path.read_text() for path in files)
     keyed = [(key_of(case, sources), case) for case in cases]
     yield from ((case, known[key]) for key, case in keyed if key in known)
     with ThreadPoolExecutor(processes) as pool, done.open("a") as lines:

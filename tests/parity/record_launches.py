@@ -78,7 +78,8 @@ class Recorder:
 
     def record(self, kernel: Kernel, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note a launch of one of the package's kernels."""
-        if getattr(kernel.function, "fn", self).__module__.startswith(f"{PACKAGE}."):  # a test may launch what is none
+        source = getattr(kernel.function, "fn", None)
+        if source is not None and source.__module__.startswith(f"{PACKAGE}."):  # a test may launch what is none
             self.lines.add(specialization(kernel, arguments, options, self.architecture).to_json())
 
     def install(self, patch: pytest.MonkeyPatch) -> None:

@@ -228,9 +228,13 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[int, list[SealedChunk]], di
             f"{path}: format version {version}, this release reads up to {FORMAT_VERSION}; upgrade quantwm"
         )
     try:
-        table = list(json.loads(metadata.pop("chunks")))
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
-        raise FormatError(f"{path}: the chunk table is damaged: it is no list in JSON ({error})") from error
+        table = json.loads(metadata.pop("chunks"))
+    except KeyError as error:
+        raise FormatError(f"{path}: the chunk table is missing") from error
+    except (RecursionError, ValueError) as error:
+        raise FormatError(f"{path}: the chunk table is damaged: it is no JSON ({error})") from error
+    if not isinstance(table, list):
+        raise FormatError(f"{path}: the chunk table is damaged: it is {type(table).__name__} in JSON, no list")
     layers: dict[int, list[SealedChunk]] = {}
     for number, entry in enumerate(table):
         damaged = f"{path}: the chunk table is damaged: its entry {number}"

@@ -104,8 +104,8 @@ def fit(
     >>> fit(np.float32([[[0.0], [1.0], [10.0], [11.0]]]), 2).astype(np.float32).ravel()
     array([ 0.5, 10.5], dtype=float32)
     """
-    if values.ndim < 2:
-        raise ShapeError(f"values {values.shape}: need [..., tokens, channels]")
+    if values.ndim < 2 or not values.shape[-2]:
+        raise ShapeError(f"values {values.shape}: need [..., tokens, channels], and at least one token")
     check_size(centroids)
     check_rounds(iterations, relaxation)
     *streams, tokens, channels = values.shape

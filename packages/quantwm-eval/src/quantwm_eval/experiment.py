@@ -172,8 +172,6 @@ class Experiment:
 
     def batches(self) -> Iterator[tuple[int, str, tuple[int, ...]]]:
         """Seed, kind and scenes of what is generated together, in the order of a run."""
-        if min(self.scenes) < 0:
-            raise ParameterError(f"scenes {min(self.scenes)}: need numbers of at least 0")
         for seed in self.seeds:
             for start in range(0, len(self.scenes), self.batch):
                 for kind in self.kinds:

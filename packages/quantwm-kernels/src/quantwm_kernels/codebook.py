@@ -130,7 +130,8 @@ def fit(
         metric: None, ``[*streams, channels]`` or ``[*streams, channels, channels]``, FP32.
         iterations: Rounds of assignment and update, at least 0.
         initial: Warm start, ``[*streams, min(centroids, tokens), channels]``.
-        relaxation: How many times the way to its cluster's mean a centroid goes, 1 (Lloyd's) to below 2.
+        relaxation: How many times the way to its cluster's mean a centroid goes, 1 (Lloyd's) to below 2; in the last
+            round, the way.
 
     Returns:
         BF16 ``[*streams, min(centroids, tokens), channels]``.

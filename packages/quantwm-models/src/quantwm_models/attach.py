@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -96,7 +97,10 @@ class Attachment:
             HostError: The adapter stumbled over the pipeline.
             ParameterError: The adapter does not say how the host is restored.
         """
-        self.adapter = getattr(adapter.attach, "__module__", None) or type(adapter).__module__
+        function: object = adapter.attach
+        while isinstance(function, partial):
+            function = function.func
+        self.adapter = getattr(function, "__module__", None) or type(adapter).__module__
         try:
             undo: object = adapter.attach(pipeline, self._make_cache)
         except QuantWMError:

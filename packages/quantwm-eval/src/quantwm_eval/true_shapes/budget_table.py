@@ -1,4 +1,4 @@
-"""Budgets as tables: what fits into a card, and how long a history does, for certain or with luck.
+"""Budgets as tables: what fits into a card, and how long a history does, with room to spare for the allocator or without.
 
 An allocator that loses nothing in pieces lets all of a card be used, one that loses as much as was once seen
 :data:`~quantwm_eval.true_shapes.budget.PIECES_NBYTES` less: what lies between fits or does not.
@@ -79,7 +79,7 @@ def _fitting(shape: Shape) -> Iterator[Row]:
 def lengths(names: Sequence[str]) -> list[Row]:
     """A head, and frames of the longest video whose whole history fits into a card, in BF16 and in two bits.
 
-    Each is a range: what fits for certain, and what does if the allocator loses nothing.
+    Each is a range: what leaves room for what the allocator may lose, and what fits if it loses nothing.
     """
     head = ("model", "weights", *(f"{each} GB, {cache}" for each in CARDS for cache in ("BF16", "2 bits")))
     return [head, *(row for name in names for row in _lengths(Shape.load(name)))]
@@ -110,13 +110,13 @@ def _fit(needs: int, memory: int) -> str:
     return "tight" if needs <= memory else "-"
 
 
-def _videos(certain: int, luck: int) -> str:
+def _videos(with_room: int, without: int) -> str:
     """Frames of the videos that so many latent ones are.
 
     >>> _videos(21, 24), _videos(24, 24), _videos(0, 24), _videos(0, 0)
     ('81-93', '93', '0-93', '-')
     """
-    if not luck:
+    if not without:
         return "-"
-    least, most = (frames_of(latents) if latents else 0 for latents in (certain, luck))
+    least, most = (frames_of(latents) if latents else 0 for latents in (with_room, without))
     return str(most) if least == most else f"{least}-{most}"

@@ -1,4 +1,14 @@
-"""Sealing with centroids on a GPU: ``quantwm`` and ``qvg``, both tensors of a layer in the same launches."""
+"""Sealing with centroids on a GPU: ``quantwm`` and ``qvg``, both tensors of a layer in the same launches.
+
+Launches of ``quantwm`` with the paper's settings do not grow with streams: six, three a round of k-means (four with
+``metric="full"``), three more for PSAC, and two more where the groups of a token are no power of two. Beside the unit and
+what is stored of it, ``S`` streams of ``N`` tokens need while they are sealed, in bytes::
+
+    8 S C D                     codebooks, FP32 and their weighted copies in two parts of BF16
+    4 S C D * pieces            sums of a round; pieces = programs that the device runs at once / programs of a piece
+    S N (4 ceil(m / 4) + 1)     m candidates of every token, and the nearest of a round
+    2 S N r + 2 S r N / tile    FP32 coefficients of the keys, half of the streams, and their peaks
+"""
 
 from __future__ import annotations
 

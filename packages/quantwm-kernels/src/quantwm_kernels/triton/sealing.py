@@ -1,14 +1,5 @@
 """Sealing the tensors of a layer on a GPU: keys and values share every launch where they can, and nothing is waited for.
 
-Launches of ``quantwm`` with the paper's settings do not grow with streams: six, three a round of k-means (four with
-``metric="full"``), three more for PSAC, and two more where the groups of a token are no power of two. Beside the unit and
-what is stored of it, ``S`` streams of ``N`` tokens need while they are sealed, in bytes::
-
-    8 S C D                     codebooks, FP32 and their weighted copies in two parts of BF16
-    4 S C D * pieces            sums of a round; pieces = programs that the device runs at once / programs of a piece
-    S N (4 ceil(m / 4) + 1)     m candidates of every token, and the nearest of a round
-    2 S N r + 2 S r N / tile    FP32 coefficients of the keys, half of the streams, and their peaks
-
 A unit below 64 MiB is sealed by replaying what was recorded when one like it was sealed the second time
 (:mod:`quantwm_kernels.triton.replay`): one launch for the host. The recordings of a device keep copies of at most 256 MiB of
 units, what is stored of them, and one workspace, until :func:`quantwm_kernels.sealing.forget_recordings`.
