@@ -72,7 +72,9 @@ def test_it_is_the_scalar_code_on_units(unit: np.ndarray) -> None:
 
 
 @given(st.one_of(strategies.groups(), strategies.units().map(lambda unit: unit[0].astype(np.float32))))
-def test_the_residual_is_within_half_a_step_unless_clipped_and_within_0_6875_always(values: np.ndarray) -> None:
+def test_the_residual_is_within_half_a_step_unless_clipped_and_within_0_6875_of_normal_steps(
+    values: np.ndarray,
+) -> None:
     size = 4 if values.shape[-1] == 8 else affine.default_group_size(values.shape[-1])
     code = affine.encode(values, size)
     _, zero_points, steps = _parts(code)

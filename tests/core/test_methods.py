@@ -401,6 +401,14 @@ def test_a_name_that_nobody_bears() -> None:
         methods.get("quantvm")
 
 
+def test_settings_are_no_part_of_the_name() -> None:
+    message = "name 'quantwm' and give its settings apart, iterations=5, relaxation=1.5"
+    with pytest.raises(UnknownNameError, match=message):
+        methods.get("quantwm:iterations=5:relaxation=1.5")
+    with pytest.raises(UnknownNameError, match="known: bf16"):
+        methods.get("absent:iterations=5")
+
+
 HALF = """
 from dataclasses import asdict, dataclass
 import numpy as np

@@ -120,3 +120,11 @@ def test_a_reader_that_has_enough_is_no_traceback() -> None:
         done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0
     assert "BrokenPipeError" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_standard_output_is_said_in_a_line() -> None:
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "quantwm_eval", "eval", "--list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "quantwm: [Errno 28] No space left on device\n")

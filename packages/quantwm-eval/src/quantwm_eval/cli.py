@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answer = Answer("", f"\ninterrupted{kept}", INTERRUPTED)
     except (QuantWMError, OSError) as error:
         answer = Answer("", f"quantwm: {error}", FAILED)
-    if answer.text:
-        _print(answer.text)
+    if answer.text and (failure := _print(answer.text)):
+        answer = Answer("", f"quantwm: {failure}", FAILED)
     if answer.complaint:
         print(answer.complaint, file=sys.stderr)
     return answer.status
@@ -48,14 +48,16 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _print(text: str) -> None:
-    """Print to whoever still listens: a reader such as ``head`` may have all that it wants before the end."""
+def _print(text: str) -> OSError | None:
+    """Print, and say why it was not; that a reader such as ``head`` has all that it wants before the end is no reason."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, sys.stdout.fileno())  # what is left would be written once more when Python ends
         os.close(silent)
+        return None if isinstance(error, BrokenPipeError) else error
+    return None
 
 
 def _tell(line: str) -> None:

@@ -28,6 +28,7 @@ from quantwm_eval.pool import one_thread_for_children
 from quantwm_eval.provenance import Provenance
 from quantwm_eval.results import Cell, Results
 from quantwm_eval.run import run
+from quantwm_eval.threads import limit_threads
 
 OF_FIGURES = ("platform", "device")
 """What must be equal, beside versions and threads, for figures to be: workers may differ in cores."""
@@ -76,7 +77,7 @@ def work(task: Task) -> tuple[Cell, ...]:
         StateError: This process has other versions, another platform or another device than the results file.
         QuantWMError: The host cannot do it.
     """
-    torch.set_num_threads(task.source.threads)
+    limit_threads(task.source.threads)
     setup = _placed(task.setup)
     _check_same(task.source, setup.device)
     host, fresh = _loaded(task.experiment.model, setup), task.experiment.methods not in _warm

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
 
-from quantwm_core.errors import ParameterError, lookup
+from quantwm_core.errors import ParameterError, UnknownNameError, lookup
 
 if TYPE_CHECKING:
     from quantwm_core.method import Method
@@ -42,6 +42,11 @@ def implementation(name: str) -> type[Any]:
         UnknownNameError: No method bears that name.
         ParameterError: Several distributions register it.
     """
+    bare, *settings_given = str(name).split(":")
+    if settings_given and bare in names():
+        raise UnknownNameError(
+            f"unknown method {name!r}: name {bare!r} and give its settings apart, {', '.join(settings_given)}"
+        )
     lookup("method", name, names())
     if any(module.name == name for module in pkgutil.iter_modules(__path__)):
         return cast("type[Any]", importlib.import_module(f"{__name__}.{name}").METHOD)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from quantwm_core import methods
@@ -20,6 +19,7 @@ from quantwm_eval.demo_host import MOST_SCENES, DemoHost
 from quantwm_eval.experiment import Experiment, with_control
 from quantwm_eval.produce import Product, produce
 from quantwm_eval.run import count_chunks
+from quantwm_eval.threads import limit_threads
 
 DEFAULT_METHODS = "bf16,bf16:window=1,rtn,kivi,qvg,quantwm"
 DEFAULT_OUT = "quantwm-demo"
@@ -63,7 +63,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     one.add_argument("--seed", type=natural, default=0, metavar="N", help="noise")
     one.add_argument("--batch", type=positive, default=4, metavar="N", help="scenes generated together")
     one.add_argument(
-        "--threads", type=threads, default=argparse.SUPPRESS, metavar="N", help="of torch (default: its choice)"
+        "--threads",
+        type=threads,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="of PyTorch, NumPy and SciPy (default: their choice)",
     )
     one.add_argument(
         "--out",
@@ -84,7 +88,7 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
 
 def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: ExitStack) -> Answer:
     if "threads" in options:
-        torch.set_num_threads(options.threads)
+        limit_threads(options.threads)
     try:
         wanted = Experiment(
             methods=with_control(options.methods),

@@ -41,6 +41,7 @@ from quantwm_eval.host import Host
 from quantwm_eval.hosts import Setup
 from quantwm_eval.results import Cell, Results
 from quantwm_eval.run import count_chunks
+from quantwm_eval.threads import limit_threads
 
 SECONDS_BETWEEN_LOG_LINES = 30
 
@@ -61,7 +62,7 @@ def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: Ex
         listed = [(name, named.get(name).about) for name in named.names()]
         return Answer(text_table.grid([("experiment", "what it asks"), *listed], left=2))
     if "threads" in options or options.jobs > 1:
-        torch.set_num_threads(_threads(options))
+        limit_threads(_threads(options))
     path: Path = options.out / output.RESULTS
     try:
         judge = vbench.find(options.vbench) if "vbench" in options else None

@@ -175,7 +175,7 @@ def _row(line: Line, hosts: Sequence[Line]) -> tuple[str, ...]:
         size(peak(line), digits=2) if measured else "-",
         f"{line['peak_nbytes'] / line['model_nbytes']:.3f}" if measured and ours else "-",
         f"{sorted(each)[len(each) // 2]:.3f}",
-        "-" if slower is None else f"{100 * slower:+.1f} %",
+        "-" if slower is None else f"{round(100 * slower, 1) + 0.0:+.1f} %",
         f"{100 * seal:.1f} %" if ours else "-",
         f"{100 * decode:.1f} %" if ours else "-",
     )
