@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quantwm_core.method import scheme
-from quantwm_kernels import arrival, packed_attention, reading, reading_batches, reading_launches, triton
-from quantwm_kernels.arrival import Arrival
-from quantwm_kernels.attention_passes import PlannedPasses
+from quantwm_kernels import arrival, packed_attention, reading, reading_batches, triton
+from quantwm_kernels.arrival import Arrival, Planned
+from quantwm_kernels.attention_passes import Pass
 from quantwm_kernels.methods import seal_chunk
 from quantwm_kernels.reading import Piece, ReadPlan
 
@@ -122,7 +122,7 @@ def test_attention_on_another_stream_waits_for_the_tables_and_keeps_them(attendi
 
 
 def test_tables_that_graphs_captured_are_kept_once(attending: Attending, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: set[PlannedPasses] = set()
+    captured: set[Planned[Pass]] = set()
     monkeypatch.setattr(packed_attention, "_captured", captured)
     attending()
     assert not captured
@@ -141,7 +141,7 @@ def test_a_plan_makes_tables_for_every_device(monkeypatch: pytest.MonkeyPatch) -
         return ()
 
     monkeypatch.setattr(reading, "batches", batches)
-    monkeypatch.setattr(reading_launches, "run", lambda *_: None)  # which needs Triton
+    monkeypatch.setattr(reading, "run", lambda *_: None)  # which needs Triton
     plan = ReadPlan([Piece(seal_chunk(scheme("bf16"), *torch.ones(2, 1, 1, 4, 8)), 0, 4, 0)])
     with FakeTensorMode():
         for index in (0, 0, 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,3 +54,35 @@ class Arrival:
         current.wait_event(self._written)
         for tensor in self._tensors:
             tensor.record_stream(current)
+
+
+class Tabled(Protocol):
+    """A launch that takes what it does from a table."""
+
+    @property
+    def table(self) -> Tensor:
+        """The table, on the device."""
+
+
+Launched = TypeVar("Launched", bound=Tabled)
+
+
+class Planned(Generic[Launched]):
+    """Launches that any stream may repeat; each is itself, so that a set of them keeps one of each.
+
+    Args:
+        launches: Whose tables were made on the current stream.
+        device: Where they are.
+    """
+
+    def __init__(self, launches: Sequence[Launched], device: torch.device) -> None:
+        self.device = device
+        self._launches = tuple(launches)
+        tables = [each.table for each in self._launches]
+        self._arrival = Arrival(tables, device) if tables and device.type == "cuda" else None
+
+    def expected(self) -> tuple[Launched, ...]:
+        """The launches; what the current stream launches next waits for their tables."""
+        if self._arrival is not None:
+            self._arrival.expect()
+        return self._launches

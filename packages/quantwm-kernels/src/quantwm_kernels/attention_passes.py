@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantwm_kernels.arrival import Arrival
 from quantwm_kernels.launch import Launch
 from quantwm_kernels.reading import Piece
 from quantwm_kernels.reading_batches import check_tables
@@ -77,25 +76,6 @@ class Pass:
     aligned: bool
     launch: Launch
     prepared: dict[tuple[bool, bool, bool], dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
-
-
-class PlannedPasses:
-    """Passes that any stream may launch; each is itself, so that a set of them keeps one of each.
-
-    Args:
-        made: What :func:`passes` made on the current stream.
-        device: Where it is.
-    """
-
-    def __init__(self, made: Sequence[Pass], device: torch.device) -> None:
-        self._passes = tuple(made)
-        self._arrival = Arrival([each.table for each in made], device) if device.type == "cuda" else None
-
-    def expected(self) -> tuple[Pass, ...]:
-        """The passes; what the current stream launches next waits for their tables."""
-        if self._arrival is not None:
-            self._arrival.expect()
-        return self._passes
 
 
 def passes(

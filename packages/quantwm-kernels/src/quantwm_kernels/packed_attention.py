@@ -21,7 +21,8 @@ from quantwm_core.chunk import SealedTensor as CoreTensor
 from quantwm_core.domain import BF16
 from quantwm_core.errors import DeviceError, DtypeError, ShapeError
 from quantwm_core.method import decode_tensor
-from quantwm_kernels.attention_passes import Plain, PlannedPasses, passes
+from quantwm_kernels.arrival import Planned
+from quantwm_kernels.attention_passes import Pass, Plain, passes
 from quantwm_kernels.bridge import check_detached, owned, to_numpy
 from quantwm_kernels.chunk import KINDS, SealedChunk, SealedTensor, described
 from quantwm_kernels.launch import LAUNCHES, MOST_ATTENDED_CHANNELS, Launch, processors
@@ -36,9 +37,9 @@ Pair = tuple[Tensor, Tensor]
 MOST_TABLES = 64
 WIDE_CHANNELS = 128
 # A graph replays with the tables it captured, and nobody else would keep those.
-_captured: set[PlannedPasses] = set()
+_captured: set[Planned[Pass]] = set()
 # Tables of plans that come to the operator in parts; they hold what their key says, and serve whenever it comes again.
-_tables: dict[Hashable, dict[Hashable, PlannedPasses]] = {}
+_tables: dict[Hashable, dict[Hashable, Planned[Pass]]] = {}
 
 
 class Attended(NamedTuple):
@@ -260,7 +261,7 @@ def run(
         made = passes(plan.pieces, known, sizes[2:], wanted, queries.device, chosen)
         if len(plan.tables) >= MOST_TABLES:
             plan.tables.clear()
-        found = plan.tables[key] = PlannedPasses(made, queries.device)
+        found = plan.tables[key] = Planned(made, queries.device)
     if queries.is_cuda and torch.cuda.is_current_stream_capturing():
         _captured.add(found)
     output = output_like(queries, sizes[3])  # of the queries as they came: an operator's results are laid out by those

@@ -15,15 +15,16 @@ from jaxtyping import BFloat16
 from torch import Tensor
 
 from quantwm_core.errors import DeviceError, DtypeError, RangeError, ShapeError
+from quantwm_kernels.arrival import Planned
 from quantwm_kernels.bridge import check_detached
 from quantwm_kernels.chunk import KINDS, SealedChunk, SealedTensor
 from quantwm_kernels.launch import Launch
 from quantwm_kernels.methods import decode_into
-from quantwm_kernels.reading_batches import Part, batches
-from quantwm_kernels.reading_launches import Planned
+from quantwm_kernels.reading_batches import Batch, Part, batches
+from quantwm_kernels.reading_launches import run
 
 if TYPE_CHECKING:
-    from quantwm_kernels.attention_passes import PlannedPasses
+    from quantwm_kernels.attention_passes import Pass
 
 
 class Piece(NamedTuple):
@@ -79,9 +80,9 @@ class ReadPlan:
         }
         texts = [(each.chunk.keys.specification, each.chunk.values.specification, *each[1:3]) for each in self.pieces]
         self.specification = json.dumps(texts)
-        self.tables: dict[Hashable, PlannedPasses] = {}
+        self.tables: dict[Hashable, Planned[Pass]] = {}
         self._launch = launch
-        self._planned: Planned | None = None
+        self._planned: Planned[Batch] | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int] | None:
@@ -117,7 +118,7 @@ class ReadPlan:
                 for kind in KINDS
             ]
             self._planned = Planned(batches(parts[0], parts[1], keys.device, self._launch), keys.device)
-        self._planned.run(keys, values)
+        run(self._planned.expected(), keys, values)
 
     def _into_on_cpu(self, keys: Tensor, values: Tensor) -> None:
         for chunk, start, stop, place in self.pieces:

@@ -8,35 +8,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quantwm_kernels.arrival import Arrival
+from quantwm_kernels.arrival import Planned
 from quantwm_kernels.chunk import SealedTensor
 from quantwm_kernels.reading_batches import Batch, Part, batches
 from quantwm_kernels.recipe import Row
 
 _TABLES = 1024
 # A graph replays with the tables it captured, and nobody else would keep those.
-_captured: set[Planned] = set()
-
-
-class Planned:
-    """Launches that any stream may repeat; each is itself, so that a set of them keeps one of each.
-
-    Args:
-        launches: What :func:`quantwm_kernels.reading_batches.batches` made on the current stream.
-        device: Where it is.
-    """
-
-    def __init__(self, launches: Sequence[Batch], device: torch.device) -> None:
-        self.device = device
-        self._launches = tuple(launches)
-        tables = [batch.table for batch in self._launches]
-        self._arrival = Arrival(tables, device) if tables and device.type == "cuda" else None
-
-    def run(self, keys: Tensor, values: Tensor) -> None:
-        """Launch, behind the tables."""
-        if self._arrival is not None:
-            self._arrival.expect()
-        run(self._launches, keys, values)
+_captured: set[Planned[Batch]] = set()
 
 
 def run(planned: Sequence[Batch], keys: Tensor, values: Tensor) -> None:
@@ -63,10 +42,10 @@ def read_single(sealed: SealedTensor, out: Tensor, start: int, stop: int) -> Non
         planned = _single(sealed.row, start, stop, out.device)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             _captured.add(planned)
-        planned.run(out, out)
+        run(planned.expected(), out, out)
 
 
 @lru_cache(maxsize=_TABLES)
-def _single(row: Row, start: int, stop: int, device: torch.device) -> Planned:
+def _single(row: Row, start: int, stop: int, device: torch.device) -> Planned[Batch]:
     """Launches of one tensor. A table holds nothing but what the arguments say: it may serve whenever they come again."""
     return Planned(batches([Part(row, start, stop, 0)], [], device), device)
