@@ -290,13 +290,13 @@ def parts_of(subject: Subject) -> dict[str, Callable[[], object]]:
         return along
 
     along = encode()
-    wide = layer.channels > codebook.WIDE
+    wide = "_wide" if layer.channels > codebook.WIDE else ""
     return {
         "magnitude": lambda: codebook.magnitudes_of(layer),
-        "assign_centroids": lambda: codebook.assign(frame, index),
-        "sum_members_wide" if wide else "sum_members": lambda: codebook.add_members(frame, index),
+        f"assign_centroids{wide}": lambda: codebook.assign(frame, index),
+        f"sum_members{wide}": lambda: codebook.add_members(frame, index),
         "prepare_centroids": lambda: codebook.prepare(frame, update, final=False),
-        "rank_centroids": lambda: codebook.rank(last, CANDIDATES, 1),
+        f"rank_centroids{wide}": lambda: codebook.rank(last, CANDIDATES, 1),
         "choose_centroids": lambda: qsac.choose_layer(last, found, GROUP, weights, CANDIDATES, 1),
         "encode_groups": encode,
         "quantize_coefficients": lambda: psac.quantize(
@@ -310,9 +310,23 @@ CHOICES: dict[str, dict[str, Sequence[int]]] = {
     "magnitude": {"TILE": (32, 64), "warps": (4, 8), "programs": (8, 16)},
     "assign_centroids": {"TILE": (64, 128), "warps": (4, 8), "stages": (2, 3), "programs": (2, 4)},
     "sum_members": {"TILE": (64, 128), "BLOCK_C": (128, 256), "warps": (4, 8), "stages": (2, 3), "programs": (1, 2, 4)},
-    "sum_members_wide": {"TILE": (32, 64), "BLOCK_C": (64, 128), "warps": (8,), "stages": (2, 3), "programs": (2, 4)},
+    "assign_centroids_wide": {"TILE": (64, 128), "warps": (4, 8), "stages": (1, 2), "programs": (1, 2, 3, 6)},
+    "sum_members_wide": {
+        "BLOCK_C": (128, 256),
+        "BLOCK_K": (64, 128),
+        "stages": (2, 3),
+        "programs": (2, 3, 4),
+        "registers": (0, 128),
+    },
     "prepare_centroids": {"ROWS": (4, 8, 16, 32), "warps": (2, 4, 8)},
     "rank_centroids": {"TILE": (64, 128), "warps": (4, 8), "stages": (1,), "programs": (1, 2, 4)},
+    "rank_centroids_wide": {
+        "TILE": (64, 128),
+        "BLOCK_K": (32, 64),
+        "warps": (4, 8),
+        "stages": (2, 3),
+        "programs": (2, 4, 8),
+    },
     "choose_centroids": {"TILE": (8, 16, 32), "warps": (2, 4), "programs": (16, 32), "registers": (0, 64)},
     "encode_groups": {"TILE": (16, 32, 64), "warps": (2, 4, 8), "registers": (0, 96, 128, 168)},
     "quantize_coefficients": {"TILE": (64, 128, 256), "warps": (4,)},

@@ -149,7 +149,7 @@ def seal(
     sizes = {
         "CHANNELS": 128, "BLOCK_D": 128, "BLOCK_C": 256, "GROUP": 64, "GROUPS": 2, "GROUPS_2": 2, "GROUP_2": 64,
         "PIECES": 64, "PLAIN": 0, "METRIC": 1, "RANK": 8, "RANK_2": 16, "BLOCK_K": 32, "CANDIDATES": 1, "FED": 0, "MOST": 127,
-        "RELAXATION": 1.0,
+        "RELAXATION": 1.0, "CHANNEL_BLOCKS": 1,
     } | constants  # fmt: skip
     known = SEALED | {"scales": scales, "largest": largest, "first": tokens, "second": tokens}
     types = {each: known.get(each, "i32") for each in names if not each.isupper()}
@@ -244,6 +244,16 @@ CASES = (
     ),
     seal("assignment.assign_kernel", "assign_centroids", CENTRED=0, BLOCK_K=128),
     seal("assignment.assign_kernel", "assign_centroids_streamed", variant="wide", CENTRED=1, CHANNELS=256, BLOCK_D=256),
+    seal(
+        "assignment.assign_kernel",
+        "assign_centroids_wide",
+        variant="wide, resident",
+        architectures=BIG,
+        CENTRED=0,
+        CHANNELS=256,
+        BLOCK_D=256,
+        BLOCK_K=256,
+    ),
     seal("assignment.nearest_kernel", "rank_centroids", variant="resident", architectures=BIG, PLAIN=1, BLOCK_K=128),
     seal("assignment.nearest_kernel", "rank_centroids_streamed", variant="streamed"),
     seal(
@@ -254,6 +264,15 @@ CASES = (
         PLAIN=1,
     ),
     seal("assignment.nearest_kernel", "rank_centroids_streamed", variant="wide", CHANNELS=256, BLOCK_D=256),
+    seal(
+        "assignment.nearest_kernel",
+        "rank_centroids_wide",
+        variant="wide, tall",
+        architectures=(80, *BIG),
+        PLAIN=1,
+        CHANNELS=256,
+        BLOCK_D=256,
+    ),
     seal(
         "assignment.nearest_kernel",
         "rank_centroids_streamed",
@@ -294,7 +313,17 @@ CASES = (
         FROM_TOKENS=1,
     ),
     seal("assignment.sum_kernel", "sum_members", PARTS=1),
-    seal("assignment.sum_kernel", "sum_members_wide", variant="wide", PARTS=3, CHANNELS=256, BLOCK_D=256),
+    *(
+        seal(
+            "assignment.sum_kernel",
+            "sum_members_wide",
+            variant=f"wide, {parts}",
+            PARTS=parts,
+            CHANNELS=256,
+            CHANNEL_BLOCKS=2,
+        )
+        for parts in (1, 3)
+    ),
     seal("qsac.choose_kernel", "choose_centroids"),
     seal("affine.range_kernel", "group_ranges"),
     seal("affine.encode_kernel", "encode_groups", CLUSTERED=1),

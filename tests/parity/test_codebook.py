@@ -202,7 +202,7 @@ def small(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
     monkeypatch.setattr("quantwm_kernels.triton.codebook.LAUNCHES", launches)
 
 
-@pytest.mark.parametrize("channels", [64, 80, 256])
+@pytest.mark.parametrize("channels", [64, 80, 160, 256])
 def test_pieces_and_streamed_codebooks_change_nothing_much(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, channels: int
 ) -> None:
@@ -210,15 +210,14 @@ def test_pieces_and_streamed_codebooks_change_nothing_much(
     whole = kernels.fit(on(device, unit), 16, None, 2)
     index = kernels.nearest(on(device, unit), whole, None, 3)
     small(monkeypatch)
-    pieces = kernels.fit(on(device, unit), 16, None, 2)
-    monkeypatch.setattr("quantwm_kernels.triton.codebook.shared_memory", lambda _: 0)
-    streamed = kernels.fit(on(device, unit), 16, None, 2)
-    for table in (pieces, streamed):
+    for room in (kernels.shared_memory(device), 227 << 10, 0):  # all that a device has, a large one's, and nothing
+        monkeypatch.setattr("quantwm_kernels.triton.codebook.shared_memory", lambda _, room=room: room)
+        table = kernels.fit(on(device, unit), 16, None, 2)
         got = objective(unit, to_numpy(table.cpu()), None)
         assert np.abs(got / objective(unit, to_numpy(whole.cpu()), None) - 1).max() < OBJECTIVE
-    again = kernels.nearest(on(device, unit), whole, None, 3).cpu().numpy()
-    distances.assert_nearest(again, unit, to_numpy(whole.cpu()), None, near_tie=RANKED)
-    assert (again != index.cpu().numpy()).mean() < 1e-2
+        again = kernels.nearest(on(device, unit), whole, None, 3).cpu().numpy()
+        distances.assert_nearest(again, unit, to_numpy(whole.cpu()), None, near_tie=RANKED)
+        assert (again != index.cpu().numpy()).mean() < 1e-2
 
 
 def test_the_same_bytes_twice_and_in_any_layout(device: torch.device) -> None:

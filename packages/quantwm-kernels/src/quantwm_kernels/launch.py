@@ -94,9 +94,12 @@ LAUNCHES: Mapping[str, Launch] = {
     "frame": Launch(warps=8, blocks={"ROWS": 128}),
     "prepare_centroids": Launch(blocks={"ROWS": 16}),
     "assign_centroids": Launch(warps=4, stages=3, blocks={"TILE": 64}, programs=2),
+    "assign_centroids_wide": Launch(warps=4, stages=2, blocks={"TILE": 64}, programs=3),
     "assign_centroids_streamed": Launch(warps=4, stages=2, blocks={"TILE": 64, "BLOCK_K": 32}, programs=8),
-    "sum_members": Launch(warps=8, stages=3, blocks={"TILE": 64, "BLOCK_C": 256}, programs=1),
-    "sum_members_wide": Launch(warps=8, stages=2, blocks={"TILE": 32, "BLOCK_C": 64}, programs=4),
+    "sum_members": Launch(warps=8, stages=3, blocks={"TILE": 64, "BLOCK_C": 256, "BLOCK_K": 128}, programs=1),
+    "sum_members_wide": Launch(
+        warps=8, stages=3, blocks={"TILE": 64, "BLOCK_C": 128, "BLOCK_K": 128}, programs=3, registers=128
+    ),
     "choose_centroids": Launch(blocks={"TILE": 32}, programs=32, registers=96),
     "group_ranges": Launch(blocks={"TILE": 32}, programs=16),
     "encode_groups": Launch(warps=8, blocks={"TILE": 64}, registers=128),
@@ -112,6 +115,7 @@ LAUNCHES: Mapping[str, Launch] = {
     "principal_basis_128": Launch(warps=8, blocks={"BLOCK_K": 128, "ROUNDS": 20, "SWEEPS": 7}),
     "principal_basis_wide": Launch(warps=8, blocks={"BLOCK_K": 32, "ROUNDS": 20, "SWEEPS": 7}),
     "rank_centroids": Launch(warps=8, stages=1, blocks={"TILE": 128}, programs=4),
+    "rank_centroids_wide": Launch(warps=8, stages=3, blocks={"TILE": 128, "BLOCK_K": 32}, programs=4),
     "rank_centroids_streamed": Launch(warps=4, stages=2, blocks={"TILE": 64, "BLOCK_K": 32}, programs=8),
 }
 

@@ -126,14 +126,15 @@ def store_counts(counts, index, begin, end, centroids):
 def sum_kernel(
     first, second, per_tensor, heads, batch_stride, head_stride, token_stride, index, sums, counts, tokens, centroids,
     per_piece,
-    PARTS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr, CHANNELS: tl.constexpr, CHANNEL_BLOCKS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Sum and number of a piece's tokens for each of a block of centroids; FP32 tokens as a sum of BF16 parts."""
+    """Sum and number of a piece's tokens for a block of centroids and of channels; FP32 tokens as a sum of BF16 parts."""
     stream, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows = rows_of(first, second, stream, per_tensor, heads, batch_stride, head_stride)
-    row = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
-    channel = tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
+    row = tl.program_id(2) // CHANNEL_BLOCKS * BLOCK_C + tl.arange(0, BLOCK_C)
+    channel = tl.program_id(2) % CHANNEL_BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_C, BLOCK_K), tl.float32)
     begin, end = piece * per_piece, tl.minimum(tokens, (piece + 1) * per_piece)
     following = members(index + stream * tokens, begin, end, TILE)
     for start in range(begin, end, TILE):

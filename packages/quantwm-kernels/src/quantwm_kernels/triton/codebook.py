@@ -26,7 +26,7 @@ from quantwm_kernels.triton.frame import DIAGONAL, FULL, UNIFORM, frame_kernel, 
 from quantwm_kernels.triton.layer import Layer, Pair, padded
 
 WIDE = 128
-"""Head dimension beyond which a block of sums must take fewer centroids."""
+"""Head dimension beyond which launches have entries of their own."""
 SPARE_BYTES = 2048
 BF16_PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """How many BF16 numbers add up to one of another format."""
@@ -155,15 +155,16 @@ def assign(frame: Frame, index: Tensor) -> Step:
 
 def add_members(frame: Frame, index: Tensor) -> tuple[tuple[Tensor, Tensor], Step]:
     """Sums ``[S, pieces, C, D]`` and numbers ``[S, pieces, C]`` of the tokens of every centroid, FP32."""
-    layer = frame.layer
-    launch = LAUNCHES["sum_members" if layer.channels <= WIDE else "sum_members_wide"]
-    blocks = ceil_div(frame.centroids, launch.blocks["BLOCK_C"])
+    layer, wide = frame.layer, padded(frame.layer.channels)
+    launch = _blocked(LAUNCHES["sum_members" + _wide(layer)], wide)
+    channel_blocks = wide // launch.blocks["BLOCK_K"]
+    blocks = ceil_div(frame.centroids, launch.blocks["BLOCK_C"]) * channel_blocks
     per_piece, pieces = layer.split(launch, layer.streams * blocks * ranks())
     sums = layer.empty(pieces, frame.centroids, layer.channels, dtype=torch.float32)
     counts = layer.empty(pieces, frame.centroids, dtype=torch.float32)
     step = sum_kernel[layer.streams, pieces, blocks](
         *layer.source, index, sums, counts, layer.tokens, frame.centroids, per_piece,
-        BF16_PARTS[layer.first.dtype], layer.channels, padded(layer.channels), **launch.options,
+        BF16_PARTS[layer.first.dtype], layer.channels, channel_blocks, **launch.options,
     )  # fmt: skip
     return (sums, counts), step
 
@@ -280,14 +281,31 @@ def _flat_metric(metric: Metric, values: Tensor) -> Tensor | None:
 
 
 def _table_launch(name: str, frame: Frame, tables: int) -> Launch:
-    """Launch that keeps ``tables`` weighted codebooks in fast memory beside its tokens, or else one that streams them."""
-    layer, resident = frame.layer, LAUNCHES[name]
-    wide = padded(layer.channels)
-    rows = tables * padded(frame.centroids) + resident.blocks["TILE"] * (resident.stages + 1)
-    if rows * wide * torch.bfloat16.itemsize + SPARE_BYTES <= shared_memory(layer.first.device):
-        return replace(resident, blocks={**resident.blocks, "BLOCK_K": wide})
-    streamed = LAUNCHES[f"{name}_streamed"]
-    return replace(streamed, blocks={**streamed.blocks, "BLOCK_K": min(wide, streamed.blocks["BLOCK_K"])})
+    """First launch of a name, or else of its wide heads', that fits into fast memory with ``tables`` weighted codebooks.
+
+    One without ``BLOCK_K`` keeps these there whole, beside its tokens; the others stream them, and the last asks for least.
+    """
+    layer, wide = frame.layer, padded(frame.layer.channels)
+    room = shared_memory(layer.first.device) - SPARE_BYTES
+    table = tables * padded(frame.centroids) * torch.bfloat16.itemsize
+
+    def fits(launch: Launch) -> bool:
+        block, tile = launch.blocks["BLOCK_K"], launch.blocks["TILE"] * layer.first.itemsize
+        loaded = table + launch.stages * tile if block == wide else launch.stages * (table + tile)
+        return (loaded + tile) * block <= room
+
+    launches = [_blocked(LAUNCHES[each], wide) for each in (name, name + _wide(layer), f"{name}_streamed")]
+    return next(filter(fits, launches), launches[-1])
+
+
+def _blocked(launch: Launch, wide: int) -> Launch:
+    """A launch whose blocks of channels are no wider than the heads, of which there may be one only."""
+    return replace(launch, blocks={**launch.blocks, "BLOCK_K": min(wide, launch.blocks.get("BLOCK_K", wide))})
+
+
+def _wide(layer: Layer) -> str:
+    """What the names of launches for such heads end with."""
+    return "_wide" if layer.channels > WIDE else ""
 
 
 def _table(
