@@ -48,9 +48,12 @@ def moment_kernel(
             inside = (query < tokens * pooled)[:, None]
             source = queries + place[:, None]
             near = tl.load(source + row[None, :] * channel_stride, mask=inside & (row < CHANNELS)[None, :], other=0.0)
-            known = inside & (column < CHANNELS)[None, :]
-            far = tl.load(source + column[None, :] * channel_stride, mask=known, other=0.0)
-            near, far = to_bf16(near.to(tl.float32)), to_bf16(far.to(tl.float32))
+            near = to_bf16(near.to(tl.float32))
+            far = near
+            if BLOCKS > 1:
+                known = inside & (column < CHANNELS)[None, :]
+                far = tl.load(source + column[None, :] * channel_stride, mask=known, other=0.0)
+                far = to_bf16(far.to(tl.float32))
             total += product(tl.trans(near), far, tl.zeros((BLOCK, BLOCK), tl.float32)) * share
         own = parts + (stream * tl.num_programs(1) + piece).to(tl.int64) * CHANNELS * CHANNELS
         inside = (row < CHANNELS)[:, None] & (column < CHANNELS)[None, :]
