@@ -1,5 +1,9 @@
-"""Launching again: what decides about the binary, and what is handed to it, with a stand-in for Triton's part."""
+"""Launching again: what decides about the binary, and what is handed to it, with a stand-in for Triton's part.
 
+Releases that are launched past Triton's own function, and others, are told apart by where they keep their hooks.
+"""
+
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +14,7 @@ from quantwm_core.errors import DeviceError
 
 kernels = pytest.importorskip("quantwm_kernels.triton.kernel", exc_type=ImportError)
 
+DEVICE, STREAM = 1, 17
 NAMES = ("source", "count", "scale", "SIZE", "TILE")
 
 
@@ -25,6 +30,8 @@ class Compiler:
         ]
         self.compiled = 0
         self.launched: list[tuple[Any, ...]] = []
+        self.function, self.packed_metadata = "function", "metadata"
+        self.past_hooks = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def compile_and_launch(*_: Any, **__: Any) -> Any:
@@ -35,6 +42,11 @@ class Compiler:
             self.launched.append((grid, *passed))
 
         return launch if len(grid) == 3 else compile_and_launch
+
+    def run(self, *arguments: Any) -> None:
+        assert arguments[3:9] == (STREAM, "function", "metadata", None, None, None)
+        self.past_hooks += 1
+        self.launched.append((arguments[:3], *arguments[9:]))
 
 
 class OnDevice(torch.Tensor):
@@ -48,10 +60,26 @@ def on_device(*shape: int, dtype: torch.dtype = torch.float32, offset: int = 0) 
     return flat.view(shape).as_subclass(OnDevice)
 
 
+class Runtime:
+    """Where a release of Triton keeps its hooks."""
+
+    def __init__(self) -> None:
+        self.launch_enter_hook: Any = SimpleNamespace(calls=[])
+        self.launch_exit_hook: Any = None
+
+
+@pytest.fixture(params=[None, Runtime], ids=["by Triton", "past Triton"])
+def runtime(request: pytest.FixtureRequest) -> Runtime | None:
+    return request.param() if request.param else None
+
+
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+def compiler(monkeypatch: pytest.MonkeyPatch, runtime: Runtime | None) -> Compiler:
     monkeypatch.setattr(kernels, "_INTERPRETED", False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(kernels, "_RUNTIME", runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE)
+    streams = {DEVICE: STREAM}
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", streams.__getitem__, raising=False)
     return Compiler()
 
 
@@ -120,3 +148,107 @@ def test_an_argument_elsewhere_is_refused(compiler: Compiler) -> None:
     with pytest.raises(DeviceError, match="scale_kernel: an argument lives on cpu"):
         kernel[1,](torch.zeros(4), 1, 0.5, 64, TILE=32)
     assert compiler.compiled == 0
+
+
+@pytest.mark.parametrize("hook", [SimpleNamespace(calls=[print]), print], ids=["in a chain", "alone"])
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_left_to_triton(compiler: Compiler, runtime: Runtime | None, name: str, hook: Any) -> None:
+    kernel, tensor = kernels.Kernel(compiler), on_device(4)
+    _, again = (kernel[2,](tensor, 7, 0.5, 64, TILE=32) for _ in range(2))
+    before = compiler.past_hooks
+    assert before == (0 if runtime is None else 1)
+    setattr(runtime or Runtime(), name, hook)
+    again()
+    assert (len(compiler.launched), compiler.past_hooks) == (2, before)
+    assert compiler.launched[0] == compiler.launched[1]
+
+
+@pytest.mark.skipif(kernels._RUNTIME is None, reason="this Triton launches by itself")
+@pytest.mark.parametrize("runtime", [kernels._RUNTIME], ids=["past Triton"])
+def test_the_driver_is_given_what_triton_gives_it(
+    compiler: Compiler, runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilation = importlib.import_module("triton.compiler.compiler")
+    device = SimpleNamespace(get_current_device=lambda: DEVICE, get_current_stream={DEVICE: STREAM}.get)
+    monkeypatch.setattr(compilation, "driver", SimpleNamespace(active=device))
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        monkeypatch.setattr(runtime, name, None)  # without a hook Triton describes no launch
+    given: list[tuple[Any, ...]] = []
+    compiled = object.__new__(compilation.CompiledKernel)
+    vars(compiled).update(module="module", function="function", packed_metadata="metadata", src=None)
+    vars(compiled)["_run"] = lambda *arguments: given.append(arguments)
+    grid, passed = (2, 3, 1), (4096, 7, 0.5, 64, 32)
+    compiled[grid](*passed)
+    kernels._Again(compiled, grid, DEVICE, passed)()
+    kernels._Again(compiled, grid, DEVICE, (0, *passed[1:]))(4096)
+    assert len(given) == 3
+    assert given[0] == given[1] == given[2]
+    assert compiler.launched == []
+
+
+def repeated(kernel: Any, tensor: torch.Tensor, scale: float = 0.5, key: int = 7, warps: int = 4) -> list[int]:
+    asked: list[int] = []
+
+    def rest() -> Any:
+        asked.append(key)
+        return (key,), (64,), {"TILE": 32}
+
+    kernel.repeat(key, (tensor, key, scale), {"num_warps": warps}, rest)
+    return asked
+
+
+def test_a_launch_is_repeated_with_other_addresses_and_numbers(compiler: Compiler) -> None:
+    kernel, constants = kernels.Kernel(compiler), (64, 32) if kernels._TAKES_CONSTANTS else ()
+    tensors = [on_device(4) for _ in range(3)]
+    asked = [repeated(kernel, tensor, scale) for tensor, scale in zip(tensors, (0.5, 0.25, 0.125), strict=True)]
+    assert (asked, compiler.compiled) == ([[7], [], []], 1)
+    expected = [
+        ((7, 1, 1), each.data_ptr(), 7, scale, *constants)
+        for each, scale in zip(tensors, (0.5, 0.25, 0.125), strict=True)
+    ]
+    assert compiler.launched == expected[1:]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tensor": on_device(4, dtype=torch.bfloat16)},
+        {"tensor": on_device(4, offset=1)},
+        {"key": 2},
+        {"warps": 8},
+        {"scale": 2},
+    ],
+    ids=str,
+)
+def test_what_decides_about_a_launch_is_looked_at_in_each(compiler: Compiler, other: dict[str, Any]) -> None:
+    kernel = kernels.Kernel(compiler)
+    stock: dict[str, Any] = {"tensor": on_device(4)}
+    assert repeated(kernel, **stock) == [7]
+    assert repeated(kernel, **(stock | other)) == [other.get("key", 7)]
+    assert repeated(kernel, **stock) == []
+
+
+def test_a_tensor_elsewhere_is_not_launched_again(compiler: Compiler) -> None:
+    kernel = kernels.Kernel(compiler)
+    repeated(kernel, on_device(4))
+    with pytest.raises(DeviceError, match="scale_kernel: an argument lives on cpu"):
+        repeated(kernel, torch.zeros(4))
+    assert compiler.launched == []
+
+
+def test_a_repeated_launch_returns_what_launches_it_again(compiler: Compiler) -> None:
+    kernel, tensors = kernels.Kernel(compiler), [on_device(4) for _ in range(2)]
+    every = [
+        kernel.repeat(7, (each, 7, 0.5), {}, lambda: ((7,), (64,), {"TILE": 32})) for each in (*tensors, tensors[0])
+    ]
+    for again in every:
+        again()
+    addresses = [launched[1] for launched in compiler.launched]
+    first, second = (each.data_ptr() for each in tensors)
+    assert addresses == [second, first, first, second, first]
+
+
+def test_few_launches_are_remembered(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_MOST_REPEATED", 2)
+    kernel, tensor = kernels.Kernel(compiler), on_device(4)
+    assert [repeated(kernel, tensor, key=key) for key in (1, 2, 2, 3, 3, 1)] == [[1], [2], [], [3], [], [1]]

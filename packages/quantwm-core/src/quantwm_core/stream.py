@@ -51,8 +51,8 @@ def overlap(first: Span, second: Span) -> Span | None:
     >>> overlap(Span(0, 4), Span(2, 9))
     Span(start=2, stop=4)
     """
-    span = Span(max(first.start, second.start), min(first.stop, second.stop))
-    return span if span.tokens > 0 else None
+    start, stop = max(first.start, second.start), min(first.stop, second.stop)
+    return Span(start, stop) if start < stop else None
 
 
 def cut(spans: tuple[Span, ...], hole: Span) -> tuple[Span, ...]:

@@ -5,8 +5,9 @@ A kernel follows addresses: what is checked here cannot lead it out of an array.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ from quantwm_kernels.recipe import (
     Steps,
 )
 
+_MOST_KNOWN = 256
 _READ_AS_VECTORS = ("exact", "codes", "scales", "centroid", "coefficients", "shared_basis")
 # Fields named after the arrays that they point to.
 _PSAC_FIELDS = {part: Field[part.upper()] for part in PSAC_PARTS}
@@ -77,6 +79,60 @@ def describe(
         raise DeviceError(
             f"method {method!r}: the kernels read {', '.join(READABLE)}; move the cache of another method to the CPU"
         )
+    pattern = _pattern(method, parameters, shape, arrays)
+    words = list(pattern.words)
+    for place, name in pattern.addresses:
+        words[place] = arrays[name].data_ptr()
+    devices = {arrays[name].device for name in pattern.names}
+    if len(devices) > 1:
+        raise DeviceError(f"a unit sealed with {method} is spread over {sorted(map(str, devices))}; move it to one")
+    aligned = all(arrays[name].data_ptr() % VECTOR_NBYTES == 0 for name in pattern.vectors)
+    return Row(pattern.recipe, shape[:2], tuple(words), aligned, devices.pop())
+
+
+class _Pattern(NamedTuple):
+    """What the rows of tensors have in common whose arrays are alike.
+
+    Attributes:
+        recipe: Of the tensors.
+        words: Of their rows, 0 in place of addresses.
+        addresses: Which words those are, each with the name of its array.
+        names: Arrays that are read.
+        vectors: Those of them that may be read as vectors.
+    """
+
+    recipe: Recipe
+    words: tuple[int, ...]
+    addresses: tuple[tuple[int, str], ...]
+    names: tuple[str, ...]
+    vectors: tuple[str, ...]
+
+
+_known: dict[Hashable, _Pattern] = {}
+
+
+def _pattern(
+    method: str, parameters: Mapping[str, Parameter], shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]
+) -> _Pattern:
+    """The pattern of a tensor; looked up where shapes and number formats say all, as they do but for a transform code."""
+    if method in TRANSFORMS:
+        return _found(method, parameters, shape, arrays)
+    layout = tuple([(name, each.shape, each.dtype, each.is_contiguous()) for name, each in arrays.items()])
+    # As text: a setting of another type is refused, though it may equal this one.
+    key = (method, str(dict(parameters)), tuple(shape), layout)
+    pattern = _known.get(key)
+    if pattern is None:
+        pattern = _found(method, parameters, shape, arrays)
+        if len(_known) == _MOST_KNOWN:
+            _known.clear()
+        _known[key] = pattern
+    return pattern
+
+
+def _found(
+    method: str, parameters: Mapping[str, Parameter], shape: tuple[int, int, int, int], arrays: Mapping[str, Tensor]
+) -> _Pattern:
+    """The pattern of a tensor, every array held against the shape it must have."""
     places: tuple[int, ...] = ()
     try:
         if method in TRANSFORMS:
@@ -95,9 +151,6 @@ def describe(
         raise FormatError(f"the arrays of a unit sealed with {method} do not fit together ({error})") from error
     words = [0] * (Field.STAGES + WORDS_PER_STAGE * recipe.stages) + list(places)
     words[Field.TOKENS] = shape[2]
-    for name, place in (_OTHER_FIELDS | _PSAC_FIELDS).items():
-        if name in expected:
-            words[place] = arrays[name].data_ptr()
     counted = (
         ("coefficients", Field.DENSE_STREAMS),
         ("bitmap", Field.SPARSE_STREAMS),
@@ -105,16 +158,15 @@ def describe(
     )
     for name, place in counted:
         words[place] = len(arrays[name]) if name in expected else 0
+    addresses = [(int(place), name) for name, place in (_OTHER_FIELDS | _PSAC_FIELDS).items() if name in expected]
     for stage in range(recipe.stages):
-        index, centroids = (arrays[f"{part}{stage_suffix(stage)}"] for part in ("index", "centroids"))
-        scales = arrays[TABLE_SCALES].data_ptr() if TABLE_SCALES in expected else 0
-        begin = Field.STAGES + WORDS_PER_STAGE * stage
-        words[begin : begin + WORDS_PER_STAGE] = index.data_ptr(), centroids.data_ptr(), centroids.shape[2], scales
-    devices = {arrays[name].device for name in expected}
-    if len(devices) > 1:
-        raise DeviceError(f"a unit sealed with {method} is spread over {sorted(map(str, devices))}; move it to one")
-    vectors = (arrays[name].data_ptr() for name in expected if name.startswith(_READ_AS_VECTORS))
-    return Row(recipe, shape[:2], tuple(words), all(address % VECTOR_NBYTES == 0 for address in vectors), devices.pop())
+        begin, suffix = Field.STAGES + WORDS_PER_STAGE * stage, stage_suffix(stage)
+        addresses += [(begin, f"index{suffix}"), (begin + 1, f"centroids{suffix}")]
+        words[begin + 2] = arrays[f"centroids{suffix}"].shape[2]
+        if TABLE_SCALES in expected:
+            addresses.append((begin + 3, TABLE_SCALES))
+    vectors = tuple(name for name in expected if name.startswith(_READ_AS_VECTORS))
+    return _Pattern(recipe, tuple(words), tuple(addresses), tuple(expected), vectors)
 
 
 def _recipe(method: Method, channels: int, arrays: Mapping[str, Tensor]) -> Recipe:

@@ -41,7 +41,6 @@ class Batch:
         eight: Whether eight channels at a time can be decoded.
         aligned: Whether the arrays are.
         launch: Sizes and warps.
-        prepared: Compile-time arguments by what alignment allows, filled by the launcher.
         again: What launches it into the workspace of last time, by where that lies, filled by the launcher.
     """
 
@@ -56,7 +55,6 @@ class Batch:
     eight: bool
     aligned: bool
     launch: Launch
-    prepared: dict[tuple[int, bool], dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
     again: dict[Hashable, Callable[[], object]] = field(default_factory=dict, compare=False, repr=False)
 
 

@@ -156,6 +156,8 @@ def merged(recipes: Sequence[Recipe]) -> list[Recipe]:
     Those without compensation, such as the first, share that of those with it; transform codes that of the most directions, of
     which no more are read at once than in any.
     """
+    if not recipes or recipes.count(recipes[0]) == len(recipes):  # as nearly always
+        return list(recipes)
     transforms = [recipe for recipe in recipes if recipe.form is Form.TRANSFORM]
     most = max((recipe.rank for recipe in transforms), default=0)
     together = min((recipe.group for recipe in transforms), default=1)

@@ -6,7 +6,6 @@ units that begin after that group, never for the group itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quantwm_core.errors import StateError
@@ -21,8 +20,7 @@ class Group(NamedTuple):
     moment: QueryMoment | None
 
 
-@dataclass(frozen=True)
-class CausalQueries:
+class CausalQueries(NamedTuple):
     """Query statistics of one layer, a value: every transition returns a new one.
 
     Attributes:
@@ -48,7 +46,7 @@ class CausalQueries:
 
     def begin(self, start: int) -> CausalQueries:
         """A group of chunks begins at absolute token ``start``."""
-        return replace(self, groups=(*self.groups, Group(start, None)))
+        return self._replace(groups=(*self.groups, Group(start, None)))
 
     def observe(self, moment: QueryMoment) -> CausalQueries:
         """Count one attention call's queries for the newest group.
@@ -72,7 +70,7 @@ class CausalQueries:
 
     def counted(self, moment: QueryMoment) -> CausalQueries:
         """The newest group's queries have this moment by now."""
-        return replace(self, groups=(*self.groups[:-1], Group(self.groups[-1].start, moment)))
+        return self._replace(groups=(*self.groups[:-1], Group(self.groups[-1].start, moment)))
 
     def before(self, token: int) -> CausalQueries:
         """Fold into the past what was seen before absolute ``token``'s group began.
@@ -109,4 +107,4 @@ class CausalQueries:
         past, moment = self.past, first.moment
         if past is not None and moment is not None:
             past = merge(past, moment, self.decay)
-        return replace(self, past=past or moment, groups=tuple(rest))
+        return self._replace(past=past or moment, groups=tuple(rest))

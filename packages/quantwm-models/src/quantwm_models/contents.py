@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -67,8 +66,7 @@ class Part(NamedTuple):
         return self.place + self.span.tokens
 
 
-@dataclass(frozen=True)
-class Contents:
+class Contents(NamedTuple):
     """Tensors and bookkeeping of one layer.
 
     Attributes:
@@ -83,7 +81,7 @@ class Contents:
 
     stream: Stream
     queries: CausalQueries
-    units: Mapping[Span, Unit] = field(default_factory=dict)
+    units: Mapping[Span, Unit]
     exact: tuple[Exact, ...] = ()
     chunks_sealed: int = 0
     chunks_evicted: int = 0
@@ -106,11 +104,11 @@ class Contents:
             ShapeError: It has another length.
         """
         span = self.stream.writable(keys.shape[2])
-        return replace(self, exact=(*self.exact[:-1], Exact(next(serials), span, keys, values)))
+        return self._replace(exact=(*self.exact[:-1], Exact(next(serials), span, keys, values)))
 
     def complete(self) -> Contents:
         """The active chunk will not change any more."""
-        return replace(self, stream=self.stream.complete())
+        return self._replace(stream=self.stream.complete())
 
     def evict(self, start: int, stop: int) -> Contents:
         """Drop window tokens ``start`` to ``stop``; an active chunk that loses one is complete."""
@@ -123,12 +121,12 @@ class Contents:
 
     def owned(self) -> Contents:
         """The same, its BF16 tokens in memory of their own."""
-        return replace(self, exact=tuple(_slice(piece, piece.span) for piece in self.exact))
+        return self._replace(exact=tuple(_slice(piece, piece.span) for piece in self.exact))
 
     def moved(self, move: Callable[[Unit], Unit]) -> Contents:
         """The same units elsewhere; itself where none moves."""
         units = {span: move(unit) for span, unit in self.units.items()}
-        return self if all(unit is self.units[span] for span, unit in units.items()) else replace(self, units=units)
+        return self if all(unit is self.units[span] for span, unit in units.items()) else self._replace(units=units)
 
     def parts(self, start: int, stop: int) -> tuple[Part, ...]:
         """Where the window tokens ``start`` to ``stop`` are stored, in order."""
@@ -197,7 +195,7 @@ class Contents:
                 if part is not None:
                     kept.append(piece if part == piece.span else _slice(piece, part))
         evicted = self.chunks_evicted + len(before) - len(followed)
-        return replace(self, stream=stream, units=followed, exact=tuple(kept), chunks_evicted=evicted, **changes)
+        return self._replace(stream=stream, units=followed, exact=tuple(kept), chunks_evicted=evicted, **changes)
 
 
 def _slice(piece: Exact, part: Span) -> Exact:

@@ -74,7 +74,9 @@ def exact_chunk(
     if known is not None and known != geometry:
         raise ShapeError(f"a chunk of {geometry} after chunks of {known}; clear() before changing it")
     if not copy:
-        return keys.to(torch.bfloat16), values.to(torch.bfloat16), geometry
+        if not (keys.dtype is values.dtype is torch.bfloat16):
+            keys, values = keys.to(torch.bfloat16), values.to(torch.bfloat16)
+        return keys, values, geometry
     copies = [torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device) for tensor in (keys, values)]
     return copies[0].copy_(keys), copies[1].copy_(values), geometry
 

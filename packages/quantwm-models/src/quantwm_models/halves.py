@@ -76,17 +76,18 @@ class Halves:
             StateError: The other half did something else, or stays behind.
             QuantWMError: The cache refuses the operation; both halves of it are dropped then.
         """
-        self._waiting[kind].append(operation)
+        waiting = self._waiting
+        waiting[kind].append(operation)
         self.cache.half_written = True
-        if len(self._waiting[kind]) > MOST_WAITING:
+        if len(waiting[kind]) > MOST_WAITING:
             self.drop()
             raise StateError(
                 f"layer {self.cache.layer}: {kind} were written {MOST_WAITING + 1} times without the other half; "
                 "the store serves hosts that write keys and values in turn"
             )
-        if all(self._waiting.values()):
-            keys, values = (self._waiting[each].popleft() for each in KINDS)
-            self.cache.half_written = any(self._waiting.values())
+        if all(waiting.values()):
+            keys, values = waiting["keys"].popleft(), waiting["values"].popleft()
+            self.cache.half_written = any(waiting.values())
             self._carry_out(keys, values)
 
     def _carry_out(self, keys: Roll | Write, values: Roll | Write) -> None:

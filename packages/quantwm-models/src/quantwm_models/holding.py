@@ -145,7 +145,7 @@ class Holding(ABC):
         self._tell((), before)
 
     def _rewound(self) -> Contents:
-        return replace(self._nothing(), queries=self._contents.queries.folded())
+        return self._nothing()._replace(queries=self._contents.queries.folded())
 
     def store_in(self, offload: Offload | None) -> None:
         """Keep sealed units in host memory from now on, those of before too; None brings them back."""
@@ -180,7 +180,7 @@ class Holding(ABC):
         )
 
     def _nothing(self) -> Contents:
-        return Contents(self._settings, CausalQueries(decay=self.scheme.decay))
+        return Contents(self._settings, CausalQueries(decay=self.scheme.decay), {})
 
     def _commit(self, contents: Contents, geometry: Geometry | None) -> None:
         """Seal what is due in ``contents``, make them the cache's, then tell the observers.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -56,7 +54,7 @@ class Learning:
         if not self._learns:
             return contents
         moment = self._moment(queries, heads, contents.stream.end, contents.queries.newest)
-        return replace(contents, queries=contents.queries.counted(moment))
+        return contents._replace(queries=contents.queries.counted(moment))
 
     def foreseen(self, contents: Contents, queries: Tensor, known: Geometry | None) -> Contents:
         """The same before the first chunk; see :meth:`quantwm_models.LayerCache.foresee`."""
@@ -120,4 +118,4 @@ def _check_device(name: str, device: torch.device, known: Geometry) -> None:
 def _counted(contents: Contents, moment: QueryMoment) -> Contents:
     """The contents after queries of that moment, which may come before any chunk."""
     known = contents.queries if contents.queries.groups else contents.queries.begin(0)
-    return replace(contents, queries=known.observe(moment))
+    return contents._replace(queries=known.observe(moment))

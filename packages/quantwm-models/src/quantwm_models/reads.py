@@ -62,9 +62,10 @@ class Reads:
             self._stream, self._parts = contents.stream, {}
         if type(start) is not int or type(stop) is not int:  # what is no number is refused, not looked up
             return contents.parts(start, stop)
-        if (start, stop) not in self._parts:
-            self._parts[start, stop] = contents.parts(start, stop)
-        return self._parts[start, stop]
+        found = self._parts.get((start, stop))
+        if found is None:
+            found = self._parts[start, stop] = contents.parts(start, stop)
+        return found
 
     def fill(
         self,
@@ -107,13 +108,14 @@ class Reads:
             self.forget()  # they keep memory alive that was given back
         sealed = tuple([part for part in parts if part.unit is not None])
         known = (() if staged is None else staged.key, parts[0].place if parts else 0, sealed)
-        if known not in self._plans:
+        plan = self._plans.get(known)
+        if plan is None:
             if len(self._plans) == MOST_PLANS:
                 self._plans.clear()
             chunks = contents.chunks() if staged is None else staged.chunks()
-            self._plans[known] = ReadPlan(contents.pieces(parts, chunks))
+            plan = self._plans[known] = ReadPlan(contents.pieces(parts, chunks))
         self.captured = self.captured or capturing()
-        return self._plans[known]
+        return plan
 
 
 def capturing() -> bool:

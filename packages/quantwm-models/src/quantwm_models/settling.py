@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -71,7 +70,7 @@ class Unconfirmed(NamedTuple):
         for span, chunk in self.wait():
             if not keep and span in units and not _stored_alike(units[span].chunk, chunk):
                 units[span] = units[span]._replace(chunk=chunk)
-        return replace(contents, units=units, seal_seconds=contents.seal_seconds + self.watch.seconds())
+        return contents._replace(units=units, seal_seconds=contents.seal_seconds + self.watch.seconds())
 
 
 class Settled(NamedTuple):
@@ -112,7 +111,7 @@ def settle(
     due = stream.units[len(contents.stream.units) :]
     if stream is contents.stream:
         queries = contents.queries.before(stream.sealed_end)
-        return Settled(contents if queries is contents.queries else replace(contents, queries=queries), ())
+        return Settled(contents if queries is contents.queries else contents._replace(queries=queries), ())
     watch = Stopwatch()
     queries, units, sealings, unconfirmed = contents.queries, dict(contents.units), [], []
     last = (contents.newest(contents.exact[-1].keys.device) or replaced) if due else None

@@ -7,7 +7,7 @@ bytes and whether an integer is 1, a multiple of 16 or too large for 32 bits. Un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,37 @@ from quantwm_kernels.launch import interpreted
 
 _ALIGNMENT = 16
 _LARGEST_INT32 = 2**31 - 1
+_MOST_REPEATED = 256
 _INTERPRETED = interpreted()
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # Triton 3.2 hands a binary its run-time arguments only; all of the kernels take the others last.
-_TAKES_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
+_TAKES_CONSTANTS = _VERSION >= (3, 3)
+# Releases of which it is known what they do between a launch and the driver, and where they keep their hooks.
+_RUNTIME: Any = triton.knobs.runtime if _VERSION in ((3, 6), (3, 7)) else None
+
+
+class _Again:
+    """Launches a binary as it was launched, on the current stream of its device.
+
+    Args:
+        binary: What Triton compiled.
+        grid: Programs along three axes.
+        device: Number of the device that it was compiled for.
+        passed: What it is given, addresses in place of tensors.
+    """
+
+    def __init__(self, binary: Any, grid: tuple[int, ...], device: int, passed: Sequence[Any]) -> None:
+        self._binary, self._grid, self._device, self._passed = binary, grid, device, tuple(passed)
+
+    def __call__(self, *leading: Any) -> None:
+        """Launch, with other ``leading`` arguments if they are given."""
+        binary, passed = self._binary, leading + self._passed[len(leading) :]
+        if _RUNTIME is None or _watched():
+            binary[self._grid](*passed)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self._device)  # noqa: SLF001 - by which Triton launches, too
+        # As Triton does it, but for a description of the launch that it makes for its hooks each time.
+        binary.run(*self._grid, stream, binary.function, binary.packed_metadata, None, None, None, *passed)
 
 
 class Kernel:
@@ -43,32 +71,74 @@ class Kernel:
         parameters = [each for each in getattr(function, "params", ()) if not each.is_constexpr]
         self._specialized = [not each.do_not_specialize for each in parameters]
         self._binaries: dict[tuple[object, ...], Any] = {}
+        self._repeated: dict[tuple[object, ...], _Again] = {}
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., Callable[[], object]]:
         return partial(self._launch, tuple(grid))
 
+    def repeat(
+        self,
+        key: Hashable,
+        leading: Sequence[Any],
+        options: Mapping[str, Any],
+        rest: Callable[[], tuple[Sequence[int], Sequence[Any], Mapping[str, Any]]],
+    ) -> Callable[[], object]:
+        """Launch where most that decides about a launch is what it was before, and need not be looked at again.
+
+        Args:
+            key: What the grid and all arguments behind the leading ones follow from, for a device.
+            leading: The first arguments: tensors, and numbers that are not specialized, whole ones of 32 bits.
+            options: As for other launches.
+            rest: The grid, the arguments behind those, and compile-time arguments by name.
+
+        Returns:
+            What launches the same again, as other launches do.
+        """
+        if _INTERPRETED:
+            grid, others, constants = rest()
+            return self._launch(tuple(grid), *leading, *others, **constants, **options)
+        known: list[object] = [torch.cuda.current_device(), key, *options.items()]
+        passed = list(leading)
+        for place, value in enumerate(leading):
+            if isinstance(value, Tensor):
+                passed[place] = address = value.data_ptr()
+                known += value.is_cuda, value.dtype, address % _ALIGNMENT == 0
+            else:
+                known.append(type(value))
+        again = self._repeated.get(found := tuple(known))
+        if again is not None:
+            repeated = partial(again, *passed)
+            repeated()
+            return repeated
+        grid, others, constants = rest()
+        made = self._launch(tuple(grid), *leading, *others, **constants, **options)
+        if isinstance(made, _Again):  # a launch that a hook has stopped is none, and would keep the tensors
+            if len(self._repeated) == _MOST_REPEATED:
+                self._repeated.clear()
+            self._repeated[found] = made
+        return made
+
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Callable[[], object]:
         if _INTERPRETED:
-            again = partial(self.function[grid], *arguments, **options)
-            again()
-            return again
-        constants = arguments[len(self._specialized) :]
-        key: list[object] = [torch.cuda.current_device(), constants, *map(type, constants), *options.items()]
-        passed: list[Any] = []
-        for value, specialized in zip(arguments, self._specialized, strict=False):
+            interpreter = partial(self.function[grid], *arguments, **options)
+            interpreter()
+            return interpreter
+        constants, device = arguments[len(self._specialized) :], torch.cuda.current_device()
+        key: list[object] = [device, constants, *map(type, constants), *options.items()]
+        passed = list(arguments)
+        for place, (value, specialized) in enumerate(zip(arguments, self._specialized, strict=False)):
             if isinstance(value, Tensor):
                 if not value.is_cuda:
                     raise DeviceError(
                         f"{self.__name__}: an argument lives on {value.device}; move it with tensor.cuda()"
                     )
-                address = value.data_ptr()  # which Triton would ask twice about
-                passed.append(address)
-                key += (value.dtype, address % _ALIGNMENT == 0)
-            elif specialized or not isinstance(value, int):
-                passed.append(value)
-                key.append(_kind(value))
+                passed[place] = address = value.data_ptr()  # which Triton would ask twice about
+                key += value.dtype, address % _ALIGNMENT == 0
+            elif not isinstance(value, int):
+                key.append(type(value))
+            elif specialized:
+                key.append((value > _LARGEST_INT32, value % _ALIGNMENT == 0, value == 1))
             else:
-                passed.append(value)
                 key.append(value > _LARGEST_INT32)
         binary = self._binaries.get(known := tuple(key))
         compiled = binary is not None
@@ -77,10 +147,11 @@ class Kernel:
             if binary is None:  # a hook of Triton has stopped it
                 return partial(self._launch, grid, *arguments, **options)
             self._binaries[known] = binary
-        if _TAKES_CONSTANTS:
-            passed += constants
+        if not _TAKES_CONSTANTS:
+            del passed[len(self._specialized) :]
+        else:
             passed += (options[name] for name in self.function.arg_names[len(arguments) :])
-        again = partial(binary[grid + (1,) * (3 - len(grid))], *passed)
+        again = _Again(binary, grid + (1,) * (3 - len(grid)), device, passed)
         if compiled:
             again()
         return again
@@ -95,6 +166,7 @@ def kernel(**settings: Any) -> Callable[[Callable[..., None]], Kernel]:
     return made
 
 
-def _kind(value: Any) -> object:
-    """What a binary depends on in a number that is known when it is launched, specialized if it is whole."""
-    return (value > _LARGEST_INT32, value % _ALIGNMENT == 0, value == 1) if isinstance(value, int) else type(value)
+def _watched() -> bool:
+    """Whether a hook of Triton is to be told of a launch; a chain may have none."""
+    enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

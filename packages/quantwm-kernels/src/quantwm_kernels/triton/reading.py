@@ -119,19 +119,22 @@ def _launched(batch: Batch, keys: Tensor, values: Tensor) -> Callable[[], object
         union |= stride
     lanes = 8 if batch.eight and vectors and not union % 8 else 4
     aligned = vectors and not (union | batch.keys.channels | batch.values.channels) % lanes
-    if (lanes, aligned) not in batch.prepared:
-        fixed = constants("KEY", batch.keys, lanes) | constants("VALUE", batch.values, lanes)
-        batch.prepared[lanes, aligned] = {**fixed, "LANES": lanes, "ALIGNED": aligned, **batch.launch.options}
-    return read_kernel[batch.programs, batch.batch * batch.heads](
-        batch.table,
-        keys,
-        values,
-        batch.key_programs,
-        batch.span,
-        batch.heads,
-        FOUR_BITS,
-        *strides,
-        **batch.prepared[lanes, aligned],
+    numbers = (batch.key_programs, batch.span, batch.heads, FOUR_BITS, *strides)
+    grid = (batch.programs, batch.batch * batch.heads)
+    return read_kernel.repeat(
+        (numbers, grid, batch.keys, batch.values, lanes, aligned),
+        (batch.table, keys, values),
+        batch.launch.options,
+        lambda: (
+            grid,
+            numbers,
+            {
+                **constants("KEY", batch.keys, lanes),
+                **constants("VALUE", batch.values, lanes),
+                "LANES": lanes,
+                "ALIGNED": aligned,
+            },
+        ),
     )
 
 

@@ -114,15 +114,23 @@ def second_moment(queries: Tensor, kv_heads: int, before: QueryMoment | None = N
     programs = launch.programs * processors(queries.device)
     block, blocks, per_piece = _split(pooled * tokens, channels, ranks() * streams, launch.blocks["TILE"], programs)
     pieces = ceil_div(pooled * tokens, per_piece)
+    shape, strides = queries.shape, queries.stride()
     parts = torch.empty((streams, pieces, channels, channels), dtype=torch.float32, device=queries.device)
     with on_device(queries, "queries"):
-        moment_kernel[streams, pieces, blocks * blocks](
-            queries, parts, *queries.stride(), kv_heads, pooled, tokens, per_piece, 1.0 / (pooled * tokens), channels,
-            block, blocks, **launch.options,
-        )  # fmt: skip
-        shape = moment_shape(queries.shape, kv_heads)
-        counted = QueryMoment(parts.view(shape) if pieces == 1 else parts, pooled * tokens)
-        return counted if pieces == 1 and before is None else _added(counted, pieces, shape, before)
+        moment_kernel.repeat(
+            (shape, strides, kv_heads, per_piece),
+            (queries, parts),
+            launch.options,
+            lambda: (
+                (streams, pieces, blocks * blocks),
+                (*strides, kv_heads, pooled, tokens, per_piece, 1.0 / (pooled * tokens)),
+                {"CHANNELS": channels, "BLOCK": block, "BLOCKS": blocks},
+            ),
+        )
+        counted = QueryMoment(parts, pooled * tokens)
+        if pieces == 1 and before is None:
+            return counted._replace(mean=parts.view(moment_shape(shape, kv_heads)))
+        return _added(counted, pieces, moment_shape(shape, kv_heads), before)
 
 
 @lru_cache(maxsize=256)
@@ -162,10 +170,13 @@ def _added(
             )
         older, queries = before.mean.contiguous(), before.queries + parts.queries
         share = parts.queries / queries if decay is None else 1 - decay
-    grid = (mean.numel() // channels**2, ceil_div(channels * channels, adder.blocks["BLOCK"]))
-    add_kernel[grid](
-        parts.mean, older, mean, pieces, channels * channels, share, before is not None, **adder.options
-    )  # fmt: skip
+    size, fold = channels * channels, before is not None
+    add_kernel.repeat(
+        (mean.shape, fold),
+        (parts.mean, older, mean, pieces, size, share),
+        adder.options,
+        lambda: ((mean.numel() // size, ceil_div(size, adder.blocks["BLOCK"])), (), {"FOLD": fold}),
+    )
     return QueryMoment(mean, queries)
 
 
