@@ -310,7 +310,7 @@ CHOICES: dict[str, dict[str, Sequence[int]]] = {
     "magnitude": {"TILE": (32, 64), "warps": (4, 8), "programs": (8, 16)},
     "assign_centroids": {"TILE": (64, 128), "warps": (4, 8), "stages": (2, 3), "programs": (2, 4)},
     "sum_members": {"TILE": (64, 128), "BLOCK_C": (128, 256), "warps": (4, 8), "stages": (2, 3), "programs": (1, 2, 4)},
-    "assign_centroids_wide": {"TILE": (64, 128), "warps": (4, 8), "stages": (1, 2), "programs": (1, 2, 3, 6)},
+    "assign_centroids_wide": {"TILE": (64,), "warps": (4, 8), "stages": (1, 2), "programs": (1, 2, 3, 6)},
     "sum_members_wide": {
         "BLOCK_C": (128, 256),
         "BLOCK_K": (64, 128),
@@ -322,7 +322,7 @@ CHOICES: dict[str, dict[str, Sequence[int]]] = {
     "rank_centroids": {"TILE": (64, 128), "warps": (4, 8), "stages": (1,), "programs": (1, 2, 4)},
     "rank_centroids_wide": {
         "TILE": (64, 128),
-        "BLOCK_K": (32, 64),
+        "BLOCK_K": (32,),
         "warps": (4, 8),
         "stages": (2, 3),
         "programs": (2, 4, 8),

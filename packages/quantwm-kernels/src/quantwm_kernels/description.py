@@ -123,7 +123,7 @@ def _pattern(
     pattern = _known.get(key)
     if pattern is None:
         pattern = _found(method, parameters, shape, arrays)
-        if len(_known) == _MOST_KNOWN:
+        if len(_known) >= _MOST_KNOWN:
             _known.clear()
         _known[key] = pattern
     return pattern

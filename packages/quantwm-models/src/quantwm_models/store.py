@@ -135,9 +135,7 @@ class Store(Sized):
     def _slots(self, key: object) -> Span:
         """Slots that an index names."""
         first, wanted, *others = key if isinstance(key, tuple) and 2 <= len(key) <= 4 else (key, None)
-        whole = first == _ALL or first is Ellipsis
-        if others:
-            whole = whole and all(part == _ALL or part is Ellipsis for part in others)
+        whole = all(part == _ALL or part is Ellipsis for part in (first, *others))
         if not isinstance(wanted, slice) or wanted.step not in (None, 1) or not whole:
             raise HostError(f"{self}: index {key!r}; {SUPPORTED}")
         try:

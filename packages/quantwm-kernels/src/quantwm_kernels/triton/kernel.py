@@ -87,7 +87,7 @@ class Kernel:
 
         Args:
             key: What the grid and all arguments behind the leading ones follow from, for a device.
-            leading: The first arguments: tensors, and numbers that are not specialized, whole ones of 32 bits.
+            leading: The first arguments: tensors and numbers.
             options: As for other launches.
             rest: The grid, the arguments behind those, and compile-time arguments by name.
 
@@ -104,7 +104,7 @@ class Kernel:
                 passed[place] = address = value.data_ptr()
                 known += value.is_cuda, value.dtype, address % _ALIGNMENT == 0
             else:
-                known.append(type(value))
+                known.append(_kind(value))
         again = self._repeated.get(found := tuple(known))
         if again is not None:
             repeated = partial(again, *passed)
@@ -113,7 +113,7 @@ class Kernel:
         grid, others, constants = rest()
         made = self._launch(tuple(grid), *leading, *others, **constants, **options)
         if isinstance(made, _Again):  # a launch that a hook has stopped is none, and would keep the tensors
-            if len(self._repeated) == _MOST_REPEATED:
+            if len(self._repeated) >= _MOST_REPEATED:
                 self._repeated.clear()
             self._repeated[found] = made
         return made
@@ -134,10 +134,8 @@ class Kernel:
                     )
                 passed[place] = address = value.data_ptr()  # which Triton would ask twice about
                 key += value.dtype, address % _ALIGNMENT == 0
-            elif not isinstance(value, int):
-                key.append(type(value))
-            elif specialized:
-                key.append((value > _LARGEST_INT32, value % _ALIGNMENT == 0, value == 1))
+            elif specialized or not isinstance(value, int):
+                key.append(_kind(value))
             else:
                 key.append(value > _LARGEST_INT32)
         binary = self._binaries.get(known := tuple(key))
@@ -164,6 +162,11 @@ def kernel(**settings: Any) -> Callable[[Callable[..., None]], Kernel]:
         return Kernel(triton.jit(**settings)(source))
 
     return made
+
+
+def _kind(value: Any) -> object:
+    """What a binary depends on in a number that is known when it is launched, specialized if it is whole."""
+    return (value > _LARGEST_INT32, value % _ALIGNMENT == 0, value == 1) if isinstance(value, int) else type(value)
 
 
 def _watched() -> bool:

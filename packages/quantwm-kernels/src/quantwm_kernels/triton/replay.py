@@ -99,13 +99,12 @@ class Recordings:
         """
         known = (key, inputs[0].device, tuple((each.shape, each.stride(), each.dtype) for each in inputs))
         with self._lock:
-            recording = self._seen.get(known)
-            if recording is None:
-                if known not in self._seen:
-                    if len(self._seen) < MOST_SEEN:
-                        self._seen[known] = None
-                    return call(inputs)
-                recording = self._seen[known] = self._recorded(call, inputs)
+            if known not in self._seen:
+                if len(self._seen) < MOST_SEEN:
+                    self._seen[known] = None
+                return call(inputs)
+            recording = self._seen[known] or self._recorded(call, inputs)
+            self._seen[known] = recording
             return call(inputs) if recording is None else recording.replay(inputs)
 
     def nbytes(self) -> int:
