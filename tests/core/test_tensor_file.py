@@ -42,6 +42,27 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
             call(tmp_path)
 
 
+def test_a_device_or_a_pipe_stays_what_it_is(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(FormatError, match="exists and is no regular file"):
+        replaced(pipe).__enter__()
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_link_stays_and_what_it_names_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "file", tmp_path / "link"
+    target.write_bytes(b"before")
+    link.symlink_to(target)
+    with replaced(link) as file:
+        file.write(b"after")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"after"
+    assert list(target.parent.iterdir()) == [target]
+
+
 def test_a_file_in_no_folder_is_refused_by_the_name_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"before")
     for folder in ("absent", "file"):

@@ -133,6 +133,8 @@ def test_third_parties_join_through_entry_points(monkeypatch: pytest.MonkeyPatch
     assert metrics.get("psnr") is not theirs
     with pytest.raises(FormatError, match="broken"):
         metrics.get("broken")
+    with pytest.warns(UserWarning, match="metric 'broken' is left out: .* need a quantwm_eval.metric.Metric"):
+        assert metrics.loaded() == {name: metrics.get(name) for name in metrics.names() if name != "broken"}
 
 
 def test_memory_by_hand() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantwm_core.errors import DomainError, ParameterError, StateError, UnknownNameError
+from quantwm_core.errors import DomainError, ParameterError, PluginError, StateError, UnknownNameError
 from quantwm_core.method import scheme
 from quantwm_models import Attachment, CacheObserver, LayerCache, adapters, attach
 from quantwm_models.adapters import causal_forcing
@@ -477,6 +477,18 @@ def test_a_registered_adapter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with attach(pipeline, "rtn") as attachment:
         pipeline.inference(0, 2)
     assert attachment.report().tokens == 2 * 48
+
+
+def test_an_adapter_that_cannot_be_loaded_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [
+        EntryPoint("absent", "no_such_module:ADAPTER", adapters.ENTRY_POINTS),
+        EntryPoint("small", f"{__name__}:ADAPTER", adapters.ENTRY_POINTS),
+    ]
+    monkeypatch.setattr(adapters, "entry_points", lambda **selected: EntryPoints(points).select(**selected))
+    with pytest.warns(UserWarning, match="adapter 'absent' is left out: entry point absent = no_such_module:ADAPTER"):
+        assert adapters.find(Pipeline(Settings())) is ADAPTER
+    with pytest.raises(PluginError, match="No module named 'no_such_module'"):
+        adapters.get("absent")
 
 
 @pytest.mark.parametrize("name", adapters.names())

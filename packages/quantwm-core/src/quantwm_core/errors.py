@@ -42,6 +42,10 @@ class FormatError(QuantWMError, ValueError):
     """A file is foreign, truncated, or written by a newer version."""
 
 
+class PluginError(QuantWMError, ImportError):
+    """What another distribution registers cannot be loaded."""
+
+
 class UnknownNameError(QuantWMError, LookupError):
     """No member of a family (method, adapter, metric) bears that name."""
 

@@ -115,16 +115,18 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, Place], dict[st
 def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A new file to be written, which takes the place of ``path`` only when it is whole and on the disk.
 
-    Whatever happens before, a file that was there stays as it was. A process that is killed may leave the unfinished file
+    Whatever happens before, a file that was there stays as it was. Of a link it is the file that the link names. A process that is killed may leave the unfinished file
     beside it, whose name begins with a dot and ends in ``.partial``.
 
     Raises:
-        FormatError: ``path`` is a folder.
+        FormatError: ``path`` is a folder, or a device, a pipe or a socket, in whose place a file would be.
         OSError: The folder is not there, or cannot be written.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))
     if target.is_dir():
         raise FormatError(f"{path}: is a folder; name a file in it")
+    if target.exists() and not target.is_file():
+        raise FormatError(f"{path}: exists and is no regular file, which none takes the place of; name another")
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"{path}: its folder is not there; make it first", str(target.parent))
     partial = target.parent / f".{target.name}.{uuid.uuid4().hex}.partial"

@@ -62,7 +62,7 @@ def names() -> tuple[str, ...]:
     >>> "psnr" in names() and "memory" not in names()
     True
     """
-    return tuple(name for name in metrics.names() if metrics.get(name).pictorial)
+    return tuple(name for name, metric in metrics.loaded().items() if metric.pictorial)
 
 
 def match(video: Path, reference: Path) -> list[Pair]:

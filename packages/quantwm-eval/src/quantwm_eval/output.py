@@ -94,7 +94,11 @@ def check_file(out: Path, inputs: Iterable[Path], overwrite: bool) -> None:
             raise StateError(f"--out {out}: that is an input itself; name another file")
         if out.is_dir():
             raise StateError(f"--out {out}: is a folder; name a file")
-        if there != out.is_file() or not out.parent.is_dir():  # a device is none
+        if there and not out.is_file():
+            raise StateError(
+                f"--out {out}: exists and is no regular file, which --out never replaces; name another file"
+            )
+        if not out.parent.is_dir():
             raise StateError(f"--out {out}: need a file in a folder that exists")
         if there and not overwrite:
             raise StateError(f"--out {out}: exists; name another file, or add --overwrite")

@@ -65,7 +65,7 @@ class Target:
 
 def quantities() -> dict[str, Quantity]:
     """Everything that a target can be of: what metrics report, and ``OTHERS``."""
-    known = [quantity for name in metrics.names() for quantity in metrics.get(name).quantities]
+    known = [quantity for metric in metrics.loaded().values() for quantity in metric.quantities]
     return {quantity.name: quantity for quantity in (*known, *OTHERS)}
 
 

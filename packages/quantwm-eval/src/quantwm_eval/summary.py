@@ -85,8 +85,8 @@ def quantities(results: Results) -> dict[str, Quantity]:
 
 def _known_metrics(results: Results) -> list[Metric]:
     """Those of the experiment that there are here; a file may be of a machine that had others."""
-    here = metrics.names()
-    return [metrics.get(name) for name in results.experiment.metrics if name in here]
+    here = metrics.loaded()
+    return [here[name] for name in results.experiment.metrics if name in here]
 
 
 def by_scene(cells: Sequence[Cell], kind: str, method: str, quantity: str) -> dict[int, float]:
@@ -132,7 +132,7 @@ def unmeasured(results: Results) -> str:
         for metric in _known_metrics(results)
         if results.cells and not any(quantity.name in measured for quantity in metric.quantities)
     ]
-    here = metrics.names()
+    here = metrics.loaded()
     foreign = [name for name in results.experiment.metrics if name not in here]
     told = [f"Not measured: {', '.join(silent)}."] if silent else []
     told += [f"Not installed here, so figures stand under their stored names: {', '.join(foreign)}."] if foreign else []

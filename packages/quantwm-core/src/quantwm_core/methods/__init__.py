@@ -14,6 +14,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
 
+from quantwm_core import plugin
 from quantwm_core.errors import ParameterError, UnknownNameError, lookup
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def implementation(name: str) -> type[Any]:
     Raises:
         UnknownNameError: No method bears that name.
         ParameterError: Several distributions register it.
+        PluginError: What registers it cannot be loaded.
     """
     bare, *settings_given = str(name).split(":")
     if settings_given and bare in names():
@@ -54,7 +56,7 @@ def implementation(name: str) -> type[Any]:
     if len(entries) > 1:
         raise ParameterError(f"method {name!r} is registered more than once: {', '.join(sorted(entries))}; remove one")
     (entry,) = entries.values()
-    return cast("type[Any]", entry.load())
+    return cast("type[Any]", plugin.load(entry))
 
 
 def parameter_names(name: str) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TypeAlias
 
+from quantwm_core import plugin
 from quantwm_core.errors import ParameterError, lookup
 from quantwm_eval.host import Host
 from quantwm_models import adapters
@@ -82,6 +83,7 @@ def get(name: str) -> Loader:
     Raises:
         ParameterError: There is an adapter for it but nothing that loads it.
         UnknownNameError: It is not known at all.
+        PluginError: What registers it cannot be loaded.
 
     >>> get("demo")(Setup()).name
     'demo'
@@ -96,5 +98,5 @@ def get(name: str) -> Loader:
         own: Loader = importlib.import_module(f"{__name__}.{name}").LOAD
         return own
     (entry,) = entry_points(group="quantwm.hosts", name=name)
-    loaded: Loader = entry.load()
+    loaded: Loader = plugin.load(entry)
     return loaded

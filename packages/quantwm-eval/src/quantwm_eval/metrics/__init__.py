@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import warnings
 from importlib.metadata import EntryPoint, entry_points
 
-from quantwm_core.errors import FormatError, lookup
+from quantwm_core import plugin
+from quantwm_core.errors import FormatError, PluginError, lookup
 from quantwm_eval.metric import Metric
 
-__all__ = ["get", "installed", "names"]
+__all__ = ["get", "installed", "loaded", "names"]
 
 
 def _own() -> list[str]:
@@ -39,7 +41,22 @@ def installed() -> tuple[str, ...]:
     >>> set(installed()) <= set(names())
     True
     """
-    return tuple(name for name in names() if get(name).installed)
+    return tuple(name for name, metric in loaded().items() if metric.installed)
+
+
+def loaded() -> dict[str, Metric]:
+    """Return all metrics by name, sorted; one of a third party that cannot be loaded, or is none, is left out with a warning.
+
+    >>> set(loaded()) <= set(names())
+    True
+    """
+    found = {}
+    for name in names():
+        try:
+            found[name] = get(name)
+        except (PluginError, FormatError) as error:
+            warnings.warn(f"metric {name!r} is left out: {error}", stacklevel=2)
+    return found
 
 
 def get(name: str) -> Metric:
@@ -47,6 +64,7 @@ def get(name: str) -> Metric:
 
     Raises:
         UnknownNameError: There is none.
+        PluginError: A third party's cannot be loaded.
         FormatError: A third party's entry point is not a :class:`~quantwm_eval.metric.Metric`.
 
     >>> get("psnr").quantities[0].unit
@@ -54,7 +72,7 @@ def get(name: str) -> Metric:
     """
     lookup("metric", name, names())
     own = name in _own()
-    found = importlib.import_module(f"{__name__}.{name}").METRIC if own else _third_party()[name].load()
+    found = importlib.import_module(f"{__name__}.{name}").METRIC if own else plugin.load(_third_party()[name])
     if not isinstance(found, Metric):
         raise FormatError(f"metric {name!r}: got {type(found).__name__}, need a quantwm_eval.metric.Metric")
     return found

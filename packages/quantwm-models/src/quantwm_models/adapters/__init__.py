@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import warnings
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Protocol, cast
 
-from quantwm_core.errors import ParameterError, lookup
+from quantwm_core import plugin
+from quantwm_core.errors import ParameterError, PluginError, lookup
 from quantwm_models.errors import UnknownHostError
 from quantwm_models.rolling_dict import MakeCache
 
@@ -54,12 +56,13 @@ def get(name: str) -> Adapter:
 
     Raises:
         UnknownNameError: No adapter bears that name.
+        PluginError: What registers it cannot be loaded.
     """
     lookup("adapter", name, names())
     if any(module.name == name for module in pkgutil.iter_modules(__path__)):
         return cast("Adapter", importlib.import_module(f"{__name__}.{name}"))
     (entry,) = entry_points(group=ENTRY_POINTS, name=name)
-    return cast("Adapter", entry.load())
+    return cast("Adapter", plugin.load(entry))
 
 
 def chosen(adapter: object) -> Adapter:
@@ -85,13 +88,17 @@ def chosen(adapter: object) -> Adapter:
 
 
 def find(pipeline: object) -> Adapter:
-    """The adapter that recognises a live object.
+    """The adapter that recognises a live object; one that cannot be loaded is left out with a warning.
 
     Raises:
         UnknownHostError: None does; the message lists the known ones and how to name one.
     """
     for name in names():
-        adapter = get(name)
+        try:
+            adapter = get(name)
+        except PluginError as error:
+            warnings.warn(f"adapter {name!r} is left out: {error}", stacklevel=2)
+            continue
         if adapter.matches(pipeline):
             return adapter
     kind = type(pipeline)
