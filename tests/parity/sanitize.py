@@ -22,7 +22,7 @@ from quantwm_kernels.reading import Piece, ReadPlan
 from quantwm_kernels.statistics import merge, principal_basis, second_moment
 from tests.core import variants
 
-SHAPES = ((1, 2, 77, 64), (1, 1, 130, 128), (2, 1, 33, 96))  # batch, heads, tokens, channels
+SHAPES = ((1, 2, 77, 64), (1, 1, 130, 128), (2, 1, 33, 96), (1, 1, 150, 192))  # batch, heads, tokens, channels
 
 
 def tokens(shape: Sequence[int], seed: int) -> Tensor:
