@@ -145,6 +145,15 @@ def test_another_version_or_machine_is_refused(tmp_path: Path, whole: Path) -> N
         resume.begin(path, WANTED, newer)
 
 
+def test_another_commit_is_refused_where_both_are_known(tmp_path: Path, whole: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    _, _, cells = whole.read_text().partition("\n")
+    path.write_text(results.header_line(WANTED, dataclasses.replace(SOURCE, commit="1234567")) + cells)
+    with pytest.raises(StateError, match=r"commit 1234567 there, 1234567\+ here"):
+        resume.begin(path, WANTED, dataclasses.replace(SOURCE, commit="1234567+"))
+    assert resume.begin(path, WANTED, dataclasses.replace(SOURCE, commit="")).cells
+
+
 def test_a_model_that_changed_is_noticed(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "results.jsonl"
     lines = whole.read_text().splitlines(keepends=True)

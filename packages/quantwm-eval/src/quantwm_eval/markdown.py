@@ -20,7 +20,8 @@ def render(results: Results, headline: str, more: Sequence[Table] = ()) -> str:
     source, stated = results.provenance, agreement.rows(results)
     details = [summary.detail_table(results, kind) for kind in results.experiment.kinds]
     tables = [summary.main_table(results), *more, *details]
-    versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
+    named = {**source.versions, **({"commit": source.commit} if source.commit else {})}
+    versions = ", ".join(f"{name} {version}" for name, version in named.items())
     warning = (
         [] if results.valid else ["**INVALID: a BF16 control differed from its reference; no figure here counts.**"]
     )

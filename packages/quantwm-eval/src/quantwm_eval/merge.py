@@ -33,8 +33,7 @@ def load(paths: Sequence[Path]) -> Results:
             for results in (one, first)
         )
         unlike = resume.differing(there, here)
-        unlike += resume.differing(one.provenance.versions, first.provenance.versions)
-        unlike += resume.differing({"device": one.provenance.device}, {"device": first.provenance.device})
+        unlike += resume.unlike(one.provenance, first.provenance, ("device",))
         if unlike:
             raise StateError(f"{path} does not fit {paths[0]}: {'; '.join(unlike)}; report them apart")
         for cell in one.cells:

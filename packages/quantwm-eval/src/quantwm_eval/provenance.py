@@ -1,4 +1,4 @@
-"""What a result was made with: command, versions, machine."""
+"""What a result was made with: command, versions, commit, machine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import importlib
 import os
 import platform
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ class Provenance:
         cores: Processor cores of the machine.
         threads: Threads that torch computes with.
         device: What the model ran on: ``"cpu"``, or the GPU by its name.
+        commit: As :func:`commit` says; empty in early files.
     """
 
     command: str
@@ -41,6 +45,7 @@ class Provenance:
     cores: int
     threads: int
     device: str = "cpu"
+    commit: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -65,7 +70,26 @@ def collect(arguments: Sequence[str], device: str = "cpu") -> Provenance:
         cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+        commit=commit(),
     )
+
+
+def commit() -> str:
+    """Commit of the checkout that this package is imported from, with a ``+`` where tracked files were changed since; else empty.
+
+    >>> set(commit()) <= set("0123456789abcdef+")
+    True
+    """
+    here, git = Path(__file__), shutil.which("git")
+    if git is None:
+        return ""
+
+    def said(*arguments: str) -> str:
+        made = subprocess.run([git, "-C", str(here.parent), *arguments], capture_output=True, text=True, check=False)  # noqa: S603 - fixed commands
+        return made.stdout.strip()
+
+    # An environment may lie in a checkout of something else.
+    return said("describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=7") if said("ls-files", here.name) else ""
 
 
 def versions() -> dict[str, str]:

@@ -22,7 +22,7 @@ HEAD = fields(
                 **dict.fromkeys(("cores", "threads"), whole(1)),
                 "versions": by_name(text),
             },
-            {"device": text},  # early files are of a CPU
+            {"device": text, "commit": text},  # early files are of a CPU, and do not say of which commit
         ),
     },
     others=True,

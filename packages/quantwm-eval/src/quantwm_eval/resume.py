@@ -21,7 +21,7 @@ def begin(path: Path, experiment: Experiment, provenance: Provenance) -> Results
     """Make a results file ready to be appended to.
 
     Where there is none it is made, with its first line whole or not at all; so is it where one holds no cell, or nothing at all,
-    which is what a run leaves that failed before its first one. One with cells must be of the same experiment, versions and machine; a last
+    which is what a run leaves that failed before its first one. One with cells must be of the same experiment, versions, commit and machine; a last
     line that was cut off in the middle is removed, everything else stays.
 
     Args:
@@ -94,7 +94,7 @@ def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def unlike(there: Provenance, here: Provenance, machine: Sequence[str] = MACHINE) -> list[str]:
-    """What two runs' versions and machines differ in, in words.
+    """What two runs' versions, commits if both are known, and machines differ in, in words.
 
     Args:
         there: Of what was begun.
@@ -102,5 +102,6 @@ def unlike(there: Provenance, here: Provenance, machine: Sequence[str] = MACHINE
         machine: Attributes that count beside versions.
     """
     theirs, ours = there.to_json(), here.to_json()
-    chosen = [{name: plain[name] for name in machine} for plain in (theirs, ours)]
+    known = ("commit",) if there.commit and here.commit else ()
+    chosen = [{name: plain[name] for name in (*known, *machine)} for plain in (theirs, ours)]
     return [*differing(theirs["versions"], ours["versions"]), *differing(*chosen)]

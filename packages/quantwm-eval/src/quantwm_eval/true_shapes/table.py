@@ -101,8 +101,19 @@ def render(lines: Sequence[Line]) -> str:
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """The table of one stack for a page."""
-    return listed(HEAD, _rows(lines))
+    """The table of one stack for a page, and when and of which commit it was measured."""
+    return f"{listed(HEAD, _rows(lines))}\n\n{' '.join(dict.fromkeys(map(measured, lines)))}"
+
+
+def measured(line: Line) -> str:
+    """When, and of which commit, as far as a line says so.
+
+    >>> measured({"provenance": {"date": "2026-12-01T03:59:50+00:00", "commit": "6c609c0"}})
+    'Measured on 2026-12-01, commit `6c609c0`.'
+    """
+    source = line["provenance"]
+    said = f", commit `{source['commit']}`" if source.get("commit") else ""
+    return f"Measured on {source['date'][:10]}{said}."
 
 
 def title(line: Line) -> str:
