@@ -112,7 +112,7 @@ def test_bad_input_ends_a_command_with_two_and_a_message(
         (["--chunk", "4", "--chunks-per-seal", "0"], "chunks_per_seal 0"),
         (["--chunk", "4", "--keys", "bf61"], "unknown method 'bf61'; did you mean 'bf16'?"),
         (["--chunk", "4", "--values", "x"], "unknown method 'x'; known: bf16, kivi"),
-        (["--chunk", "4", "--preset", "x"], "unknown preset 'x'; known: paper"),
+        (["--chunk", "4", "--preset", "x"], "unknown preset 'x'; known: fast, paper, sharp"),
         (["--chunk", "4", "--set", "rank"], "--set rank: need NAME=VALUE"),
         (["--chunk", "4", "--set", "rank="], "rank '': need int"),
         (["--chunk", "4", "--set", "=4"], "no parameter ''"),

@@ -84,13 +84,14 @@ def test_a_method_is_a_name(name: Any) -> None:
         scheme(name)
 
 
+@pytest.mark.parametrize("preset", ["fast", "sharp"])
 @pytest.mark.parametrize("name", ["rtn", "kivi", "qvg", "klt", "oscar", "kvtc"])
-def test_no_other_method_takes_parts_of_a_preset_that_is_whole(name: str) -> None:
-    with pytest.raises(ParameterError, match=f"preset 'sharp': {name} has no .*rank"):
-        scheme(name, preset="sharp")
-    with pytest.raises(ParameterError, match=f"preset 'sharp': {name} has no"):
-        scheme("quantwm", values=name, preset="sharp")
-    assert scheme("quantwm", values="bf16", preset="sharp").name == "quantwm+bf16"
+def test_no_other_method_takes_parts_of_a_preset_that_is_whole(name: str, preset: str) -> None:
+    with pytest.raises(ParameterError, match=f"preset '{preset}': {name} has no .*rank"):
+        scheme(name, preset=preset)
+    with pytest.raises(ParameterError, match=f"preset '{preset}': {name} has no"):
+        scheme("quantwm", values=name, preset=preset)
+    assert scheme("quantwm", values="bf16", preset=preset).name == "quantwm+bf16"
 
 
 def test_names_and_settings_that_do_not_exist() -> None:

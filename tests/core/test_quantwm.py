@@ -194,6 +194,11 @@ def test_the_paper_preset() -> None:
     assert chosen.chunks_per_seal == 2
 
 
+def test_the_fast_preset_is_the_papers_but_for_its_rounds() -> None:
+    paper = scheme("quantwm", preset="paper", iterations=5, relaxation=1.5)
+    assert scheme("quantwm", preset="fast") == paper
+
+
 def test_the_sharp_preset() -> None:
     chosen = scheme("quantwm", preset="sharp")
     assert chosen.keys == chosen.values

@@ -14,18 +14,25 @@ from quantwm_core.errors import FormatError, ParameterError, ShapeError, lookup
 from quantwm_core.rotary import Turning
 from quantwm_core.statistics import QueryMoment
 
+_PAPER: dict[str, Parameter] = {
+    "centroids": 256, "group_size": 64, "candidates": 4, "rank": 8, "iterations": 10, "chunks_per_seal": 2,
+}  # fmt: skip
+
 PRESETS: dict[str, dict[str, Parameter]] = {
-    "paper": {
-        "centroids": 256, "group_size": 64, "candidates": 4, "rank": 8, "iterations": 10, "chunks_per_seal": 2,
-    },
+    "paper": _PAPER,
+    "fast": {**_PAPER, "iterations": 5, "relaxation": 1.5},
     "sharp": {
         "group_size": 32, "metric": "uniform", "candidates": 1, "rank": 16, "coefficient_bits": 4, "centroid_bits": 4,
         "scale_candidates": 3, "rounding": "feedback", "iterations": 10, "chunks_per_seal": 2,
     },
 }  # fmt: skip
-"""Named settings of :func:`scheme`; ``paper`` is what the QuantWM paper measures with, ``sharp`` what lost least here."""
+"""Named settings of :func:`scheme`.
 
-WHOLE = ("sharp",)
+``paper`` is what the QuantWM paper measures with, ``fast`` seals in half of its rounds of k-means with the same logit error, and
+``sharp`` is what lost least here.
+"""
+
+WHOLE = ("fast", "sharp")
 """Presets that are refused where a method beside ``bf16`` would take a part of them: a rival with half of it is no rival."""
 
 MOST_FRAMES_AHEAD = 4096

@@ -6,7 +6,7 @@ error along the top query directions in low-rank INT8 (PSAC). Values: plain k-me
 Beyond the paper (ours), at no byte more: scales may be searched (``scale_candidates``), codes chosen with error feedback
 (``rounding``), coefficients stored in INT4 so that there can be twice as many (``coefficient_bits``), and centroids in small
 integers (``centroid_bits``). Preset ``sharp`` is their best combination; the defaults are the paper's. Beside that, k-means may
-overshoot, so that fewer rounds do (``relaxation``).
+overshoot, so that fewer rounds do (``relaxation``), as in preset ``fast``.
 
 What each part is worth can be measured by switching it off: ``rank=0`` leaves QSAC alone; ``metric="uniform",
 candidates=1`` leaves PSAC alone; both together are ``qvg`` with its affine quantizer.
