@@ -318,11 +318,27 @@ CASES = (
             "assignment.sum_kernel",
             "sum_members_wide",
             variant=f"wide, {parts}",
+            tokens=form,
             PARTS=parts,
             CHANNELS=256,
             CHANNEL_BLOCKS=2,
         )
-        for parts in (1, 3)
+        for form, parts in (("*bf16", 1), ("*fp32", 3))
+    ),
+    *(
+        seal(
+            f"assignment.{kernel}_kernel",
+            launch,
+            variant=f"wide, {form} tokens",
+            architectures=(90,),
+            tokens=form,
+            CENTRED=1,
+            CHANNELS=256,
+            BLOCK_D=256,
+            BLOCK_K=block,
+        )
+        for form in ("*fp16", "*fp32")
+        for kernel, launch, block in (("assign", "assign_centroids_wide", 256), ("nearest", "rank_centroids_wide", 32))
     ),
     seal("qsac.choose_kernel", "choose_centroids"),
     seal("affine.range_kernel", "group_ranges"),

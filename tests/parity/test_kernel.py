@@ -143,6 +143,10 @@ def test_a_launch_that_a_hook_stops_is_no_binary(compiler: Compiler, monkeypatch
     assert compiler.launched == [((2, 1, 1), tensor.data_ptr(), 7, 0.5, *constants)]
 
 
+def test_truth_is_another_type_than_one() -> None:
+    assert len({kernels._kind(each) for each in (True, 1, 2, 16, 2**31, 0.5)}) == 6
+
+
 def test_an_argument_elsewhere_is_refused(compiler: Compiler) -> None:
     kernel = kernels.Kernel(compiler)
     with pytest.raises(DeviceError, match="scale_kernel: an argument lives on cpu"):
@@ -150,16 +154,24 @@ def test_an_argument_elsewhere_is_refused(compiler: Compiler) -> None:
     assert compiler.compiled == 0
 
 
-@pytest.mark.parametrize("hook", [SimpleNamespace(calls=[print]), print], ids=["in a chain", "alone"])
-@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-def test_hooks_are_left_to_triton(compiler: Compiler, runtime: Runtime | None, name: str, hook: Any) -> None:
+def test_launches_go_past_triton_where_its_release_is_known(compiler: Compiler, runtime: Runtime | None) -> None:
     kernel, tensor = kernels.Kernel(compiler), on_device(4)
     _, again = (kernel[2,](tensor, 7, 0.5, 64, TILE=32) for _ in range(2))
-    before = compiler.past_hooks
-    assert before == (0 if runtime is None else 1)
-    setattr(runtime or Runtime(), name, hook)
     again()
-    assert (len(compiler.launched), compiler.past_hooks) == (2, before)
+    assert (len(compiler.launched), compiler.past_hooks) == (2, 0 if runtime is None else 2)
+    assert compiler.launched[0] == compiler.launched[1]
+
+
+@pytest.mark.parametrize("runtime", [Runtime], indirect=True, ids=["past Triton"])
+@pytest.mark.parametrize("hook", [SimpleNamespace(calls=[print]), print], ids=["in a chain", "alone"])
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_left_to_triton(compiler: Compiler, runtime: Runtime, name: str, hook: Any) -> None:
+    kernel, tensor = kernels.Kernel(compiler), on_device(4)
+    _, again = (kernel[2,](tensor, 7, 0.5, 64, TILE=32) for _ in range(2))
+    assert compiler.past_hooks == 1
+    setattr(runtime, name, hook)
+    again()
+    assert (len(compiler.launched), compiler.past_hooks) == (2, 1)
     assert compiler.launched[0] == compiler.launched[1]
 
 

@@ -41,12 +41,13 @@ class _Again:
 
     def __init__(self, binary: Any, grid: tuple[int, ...], device: int, passed: Sequence[Any]) -> None:
         self._binary, self._grid, self._device, self._passed = binary, grid, device, tuple(passed)
+        self._by_triton = binary[grid] if _RUNTIME is None else None
 
     def __call__(self, *leading: Any) -> None:
         """Launch, with other ``leading`` arguments if they are given."""
         binary, passed = self._binary, leading + self._passed[len(leading) :]
-        if _RUNTIME is None or _watched():
-            binary[self._grid](*passed)
+        if self._by_triton is not None or _watched():
+            (self._by_triton or binary[self._grid])(*passed)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)  # noqa: SLF001 - by which Triton launches, too
         # As Triton does it, but for a description of the launch that it makes for its hooks each time.
@@ -166,7 +167,9 @@ def kernel(**settings: Any) -> Callable[[Callable[..., None]], Kernel]:
 
 def _kind(value: Any) -> object:
     """What a binary depends on in a number that is known when it is launched, specialized if it is whole."""
-    return (value > _LARGEST_INT32, value % _ALIGNMENT == 0, value == 1) if isinstance(value, int) else type(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        return type(value)
+    return value > _LARGEST_INT32, value % _ALIGNMENT == 0, value == 1
 
 
 def _watched() -> bool:
