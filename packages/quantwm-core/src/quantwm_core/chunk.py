@@ -265,12 +265,14 @@ def _tensor(
     names = [name for name in arrays if name.startswith(prefix)]
     method, parameters = entry[kind]["method"], entry[kind]["parameters"]
     batch, heads, tokens, channels = (operator.index(size) for size in entry[kind]["shape"])
-    if not isinstance(method, str) or not isinstance(parameters, dict) or min(batch, heads, tokens, channels) < 1:
+    shared = entry[kind].get("shared", {})
+    tables = isinstance(parameters, dict) and isinstance(shared, dict)
+    if not isinstance(method, str) or not tables or min(batch, heads, tokens, channels) < 1:
         raise ValueError(f"{prefix}* is described as {entry[kind]}")
     if not names:
         raise KeyError(f"{prefix}*")
     own = {name.removeprefix(prefix): arrays.pop(name) for name in names}
-    for name, holder in entry[kind].get("shared", {}).items():
+    for name, holder in shared.items():
         if not 0 <= operator.index(holder) < len(earlier):
             raise ValueError(f"{prefix}{name} is said to be in chunk {holder}, which does not stand before it")
         own[name] = _shared(earlier[holder], kind)[name]
