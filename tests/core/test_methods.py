@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from quantwm_core import chunk, methods
 from quantwm_core.chunk import KINDS, Kind, SealedChunk
 from quantwm_core.domain import BF16
-from quantwm_core.errors import FormatError, ParameterError, RangeError, ShapeError, UnknownNameError
+from quantwm_core.errors import FormatError, ParameterError, PluginError, RangeError, ShapeError, UnknownNameError
 from quantwm_core.method import Method, Scheme, decode_tensor, scheme
 from quantwm_core.statistics import QueryMoment
 from tests.core import strategies
 from tests.core.compare import assert_arrays, assert_bits
 from tests.core.variants import PARAMETERS, Variant, every
+from tests.distributions import install
 
 VARIANTS = pytest.mark.parametrize("variant", list(every()), ids=str)
 KIND = pytest.mark.parametrize("kind", KINDS)
@@ -442,19 +443,11 @@ class Half:
 """
 
 
-def _distribution(folder: Path, name: str, target: str, method: str = "half") -> None:
-    """What an installed distribution leaves behind: its metadata and its entry point."""
-    metadata = folder / f"{name}-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[quantwm.methods]\n{method} = {target}\n")
-
-
 @pytest.fixture
 def half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A distribution with a method of its own, on the path; what is known by name is forgotten before and after."""
     (tmp_path / "half_method.py").write_text(HALF)
-    _distribution(tmp_path, "half-method", "half_method:Half")
+    install(tmp_path, "half-method", "quantwm.methods", {"half": "half_method:Half"})
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "half_method", raising=False)
     methods.implementation.cache_clear()
@@ -475,15 +468,14 @@ def test_a_registered_method_is_known_by_its_name(half: Path) -> None:
 
 
 def test_a_registered_method_cannot_replace_one_of_the_package(half: Path) -> None:
-    _distribution(half, "impostor", "half_method:Half", "bf16")
+    install(half, "impostor", "quantwm.methods", {"bf16": "half_method:Half"})
     assert cast("Any", methods.get("bf16")).name == "bf16"
 
 
 def test_a_name_that_two_distributions_register_is_refused(half: Path) -> None:
-    _distribution(half, "second-method", "other_method:Half")
-    with pytest.raises(
-        ParameterError, match="'half' is registered more than once: half_method:Half, other_method:Half"
-    ):
+    install(half, "second-method", "quantwm.methods", {"half": "other_method:Half"})
+    told = r"half_method:Half \(registered by half-method\), other_method:Half \(registered by second-method\)"
+    with pytest.raises(PluginError, match=f"'half' stands for several entry points of quantwm.methods: {told}"):
         methods.get("half")
 
 

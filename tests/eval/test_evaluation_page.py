@@ -3,11 +3,12 @@
 import re
 import shlex
 import tomllib
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoints
 from pathlib import Path
 
 import pytest
 
+from quantwm_core import plugin
 from quantwm_eval import cli, experiment_file, hosts, metrics, named
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
@@ -37,12 +38,12 @@ def test_the_entry_points_on_the_page_are_those_that_are_looked_for(monkeypatch:
     told = [plain["project"]["entry-points"] for text in blocks("toml") if "project" in (plain := tomllib.loads(text))]
     asked: set[str] = set()
 
-    def entry_points(group: str, **_: str) -> list[EntryPoint]:
+    def entry_points(group: str) -> EntryPoints:
         asked.add(group)
-        return []
+        return EntryPoints()
 
+    monkeypatch.setattr(plugin, "entry_points", entry_points)
     for family in (metrics, hosts):
-        monkeypatch.setattr(family, "entry_points", entry_points)
         family.names()
     assert {group for entries in told for group in entries} == asked
 

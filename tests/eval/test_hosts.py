@@ -1,7 +1,7 @@
 """Hosts that experiments load: from a checkout, weights and prompts to results; and whatever may be missing."""
 
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quantwm_core import plugin
 from quantwm_core.errors import FormatError, ParameterError, UnknownNameError
 from quantwm_core.method import scheme
 from quantwm_eval import cli, hosts, results
@@ -209,7 +210,6 @@ def test_every_host_of_the_paper_is_loaded_by_name() -> None:
 
 
 def test_others_bring_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = EntryPoint("mine", "quantwm_eval.hosts.demo:load", "quantwm.hosts")
-    monkeypatch.setattr(hosts, "entry_points", lambda name="mine", **_: [entry] if name == "mine" else [])
-    assert "mine" in hosts.names()
+    points = EntryPoints([EntryPoint("mine", "quantwm_eval.hosts.demo:load", "quantwm.hosts")])
+    monkeypatch.setattr(plugin, "entry_points", points.select)
     assert isinstance(hosts.get("mine")(Setup()), DemoHost)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quantwm_core import method as core_method
 from quantwm_core import methods as core_methods
+from quantwm_core import plugin
 from quantwm_core import statistics as core_statistics
 from quantwm_core.chunk import KINDS, Kind
 from quantwm_core.chunk import SealedTensor as CoreTensor
@@ -171,14 +172,14 @@ class Talkative(Negated):
 @pytest.fixture
 def third_party(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
-        EntryPoint("negated", f"{__name__}:Negated", core_methods.ENTRY_POINTS),
-        EntryPoint("talkative", f"{__name__}:Talkative", core_methods.ENTRY_POINTS),
+        EntryPoint("negated", f"{__name__}:Negated", "quantwm.methods"),
+        EntryPoint("talkative", f"{__name__}:Talkative", "quantwm.methods"),
     ]
 
     def entry_points(group: str, **selected: Any) -> EntryPoints:
         return EntryPoints(points).select(group=group, **selected)
 
-    monkeypatch.setattr(core_methods, "entry_points", entry_points)
+    monkeypatch.setattr(plugin, "entry_points", entry_points)
     core_methods.implementation.cache_clear()
 
 

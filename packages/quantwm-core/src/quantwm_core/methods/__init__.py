@@ -6,23 +6,26 @@ distribution adds a method through the entry point group ``quantwm.methods``, wh
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
 
-from quantwm_core import plugin
-from quantwm_core.errors import ParameterError, UnknownNameError, lookup
+from quantwm_core.errors import ParameterError, UnknownNameError
+from quantwm_core.plugin import Family
 
 if TYPE_CHECKING:
     from quantwm_core.method import Method
 
-ENTRY_POINTS = "quantwm.methods"
 ADDED = {"added": True}
 """Metadata of a field that files of the first release do not state; its default does what they did."""
+
+
+def _is_dataclass(found: object) -> bool:
+    return isinstance(found, type) and is_dataclass(found)
+
+
+_FAMILY = Family("method", __name__, "a dataclass", _is_dataclass, "METHOD")
 
 
 def names() -> tuple[str, ...]:
@@ -31,8 +34,7 @@ def names() -> tuple[str, ...]:
     >>> names()
     ('bf16', 'kivi', 'klt', 'kvtc', 'oscar', 'quantwm', 'qvg', 'rtn')
     """
-    own = [module.name for module in pkgutil.iter_modules(__path__)]
-    return tuple(sorted({*own, *entry_points(group=ENTRY_POINTS).names}))
+    return _FAMILY.names()
 
 
 @cache
@@ -41,22 +43,14 @@ def implementation(name: str) -> type[Any]:
 
     Raises:
         UnknownNameError: No method bears that name.
-        ParameterError: Several distributions register it.
-        PluginError: What registers it cannot be loaded.
+        PluginError: What registers it cannot be loaded, or several distributions register it.
     """
     bare, *settings_given = str(name).split(":")
     if settings_given and bare in names():
         raise UnknownNameError(
             f"unknown method {name!r}: name {bare!r} and give its settings apart, {', '.join(settings_given)}"
         )
-    lookup("method", name, names())
-    if any(module.name == name for module in pkgutil.iter_modules(__path__)):
-        return cast("type[Any]", importlib.import_module(f"{__name__}.{name}").METHOD)
-    entries = {entry.value: entry for entry in entry_points(group=ENTRY_POINTS, name=name)}
-    if len(entries) > 1:
-        raise ParameterError(f"method {name!r} is registered more than once: {', '.join(sorted(entries))}; remove one")
-    (entry,) = entries.values()
-    return cast("type[Any]", plugin.load(entry))
+    return cast("type[Any]", _FAMILY.get(name))
 
 
 def parameter_names(name: str) -> tuple[str, ...]:

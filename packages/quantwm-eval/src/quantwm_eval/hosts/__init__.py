@@ -6,16 +6,13 @@ entry-point group ``quantwm.hosts``. A host's own code is the user's checkout: n
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TypeAlias
 
-from quantwm_core import plugin
-from quantwm_core.errors import ParameterError, lookup
+from quantwm_core.errors import ParameterError
+from quantwm_core.plugin import Family
 from quantwm_eval.host import Host
 from quantwm_models import adapters
 
@@ -65,6 +62,7 @@ class Setup:
 
 
 Loader: TypeAlias = Callable[[Setup], Host]
+_FAMILY = Family("host", __name__, "a function from a quantwm_eval.hosts.Setup to a Host", callable, "LOAD")
 
 
 def names() -> tuple[str, ...]:
@@ -73,8 +71,7 @@ def names() -> tuple[str, ...]:
     >>> "demo" in names()
     True
     """
-    third_party = {entry.name for entry in entry_points(group="quantwm.hosts")}
-    return tuple(sorted({*(module.name for module in pkgutil.iter_modules(__path__)), *third_party}))
+    return _FAMILY.names()
 
 
 def get(name: str) -> Loader:
@@ -83,7 +80,7 @@ def get(name: str) -> Loader:
     Raises:
         ParameterError: There is an adapter for it but nothing that loads it.
         UnknownNameError: It is not known at all.
-        PluginError: What registers it cannot be loaded.
+        PluginError: What registers it cannot be loaded or called, or several distributions register it.
 
     >>> get("demo")(Setup()).name
     'demo'
@@ -93,10 +90,5 @@ def get(name: str) -> Loader:
             f"host {name!r}: experiments cannot load it (they load {', '.join(names())}); attach a cache in its own script, "
             "quantwm_models.attach(pipeline, METHOD), and score the videos with quantwm compare"
         )
-    lookup("host", name, names())
-    if name in {module.name for module in pkgutil.iter_modules(__path__)}:
-        own: Loader = importlib.import_module(f"{__name__}.{name}").LOAD
-        return own
-    (entry,) = entry_points(group="quantwm.hosts", name=name)
-    loaded: Loader = plugin.load(entry)
-    return loaded
+    loader: Loader = _FAMILY.get(name)
+    return loader

@@ -6,24 +6,20 @@ Other distributions add theirs through the entry-point group ``quantwm.metrics``
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import warnings
-from importlib.metadata import EntryPoint, entry_points
 
-from quantwm_core import plugin
-from quantwm_core.errors import FormatError, PluginError, lookup
+from quantwm_core.errors import PluginError
+from quantwm_core.plugin import Family
 from quantwm_eval.metric import Metric
 
 __all__ = ["get", "installed", "loaded", "names"]
 
 
-def _own() -> list[str]:
-    return [module.name for module in pkgutil.iter_modules(__path__)]
+def _is_metric(found: object) -> bool:
+    return isinstance(found, Metric)
 
 
-def _third_party() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group="quantwm.metrics")}
+_FAMILY = Family("metric", __name__, "a quantwm_eval.metric.Metric", _is_metric, "METRIC")
 
 
 def names() -> tuple[str, ...]:
@@ -32,7 +28,7 @@ def names() -> tuple[str, ...]:
     >>> "psnr" in names()
     True
     """
-    return tuple(sorted({*_own(), *_third_party()}))
+    return _FAMILY.names()
 
 
 def installed() -> tuple[str, ...]:
@@ -45,7 +41,7 @@ def installed() -> tuple[str, ...]:
 
 
 def loaded() -> dict[str, Metric]:
-    """Return all metrics by name, sorted; one of a third party that cannot be loaded, or is none, is left out with a warning.
+    """Return all metrics by name, sorted; one of a third party that :func:`get` refuses is left out with a warning.
 
     >>> set(loaded()) <= set(names())
     True
@@ -54,7 +50,7 @@ def loaded() -> dict[str, Metric]:
     for name in names():
         try:
             found[name] = get(name)
-        except (PluginError, FormatError) as error:
+        except PluginError as error:
             warnings.warn(f"metric {name!r} is left out: {error}", stacklevel=2)
     return found
 
@@ -64,15 +60,10 @@ def get(name: str) -> Metric:
 
     Raises:
         UnknownNameError: There is none.
-        PluginError: A third party's cannot be loaded.
-        FormatError: A third party's entry point is not a :class:`~quantwm_eval.metric.Metric`.
+        PluginError: A third party's cannot be loaded or is not a :class:`~quantwm_eval.metric.Metric`, or several register it.
 
     >>> get("psnr").quantities[0].unit
     'dB'
     """
-    lookup("metric", name, names())
-    own = name in _own()
-    found = importlib.import_module(f"{__name__}.{name}").METRIC if own else plugin.load(_third_party()[name])
-    if not isinstance(found, Metric):
-        raise FormatError(f"metric {name!r}: got {type(found).__name__}, need a quantwm_eval.metric.Metric")
-    return found
+    metric: Metric = _FAMILY.get(name)
+    return metric

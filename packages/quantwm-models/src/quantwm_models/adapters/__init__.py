@@ -9,19 +9,14 @@ object with these two.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import warnings
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Protocol, cast
 
-from quantwm_core import plugin
-from quantwm_core.errors import ParameterError, PluginError, lookup
+from quantwm_core.errors import ParameterError, PluginError
+from quantwm_core.plugin import Family
 from quantwm_models.errors import UnknownHostError
 from quantwm_models.rolling_dict import MakeCache
-
-ENTRY_POINTS = "quantwm.adapters"
 
 
 class Adapter(Protocol):
@@ -41,14 +36,21 @@ class Adapter(Protocol):
         """
 
 
+def _is_adapter(found: object) -> bool:
+    able = all(callable(getattr(found, name, None)) for name in ("matches", "attach"))
+    return able and not isinstance(found, type)
+
+
+_FAMILY = Family("adapter", __name__, "a module or object with matches() and attach()", _is_adapter)
+
+
 def names() -> tuple[str, ...]:
     """Public names of all adapters, alphabetically; the project's own win over registered ones of the same name.
 
     >>> "demo" in names()
     True
     """
-    own = [module.name for module in pkgutil.iter_modules(__path__)]
-    return tuple(sorted({*own, *entry_points(group=ENTRY_POINTS).names}))
+    return _FAMILY.names()
 
 
 def get(name: str) -> Adapter:
@@ -56,13 +58,9 @@ def get(name: str) -> Adapter:
 
     Raises:
         UnknownNameError: No adapter bears that name.
-        PluginError: What registers it cannot be loaded.
+        PluginError: What registers it cannot be loaded or is no adapter, or several distributions register it.
     """
-    lookup("adapter", name, names())
-    if any(module.name == name for module in pkgutil.iter_modules(__path__)):
-        return cast("Adapter", importlib.import_module(f"{__name__}.{name}"))
-    (entry,) = entry_points(group=ENTRY_POINTS, name=name)
-    return cast("Adapter", plugin.load(entry))
+    return cast("Adapter", _FAMILY.get(name))
 
 
 def chosen(adapter: object) -> Adapter:
@@ -79,16 +77,13 @@ def chosen(adapter: object) -> Adapter:
     """
     if isinstance(adapter, str):
         return get(adapter)
-    able = all(callable(getattr(adapter, name, None)) for name in ("matches", "attach"))
-    if not able or isinstance(adapter, type):
-        raise ParameterError(
-            f"adapter {adapter!r}: need the name of one, or a module or object with matches() and attach()"
-        )
+    if not _is_adapter(adapter):
+        raise ParameterError(f"adapter {adapter!r}: need the name of one, or {_FAMILY.need}")
     return cast("Adapter", adapter)
 
 
 def find(pipeline: object) -> Adapter:
-    """The adapter that recognises a live object; one that cannot be loaded is left out with a warning.
+    """The adapter that recognises a live object; one that :func:`get` refuses is left out with a warning.
 
     Raises:
         UnknownHostError: None does; the message lists the known ones and how to name one.
