@@ -31,9 +31,14 @@ FAMILIES = (
 BROKEN = {
     "no_such_module:MINE": ModuleNotFoundError,
     "json:MINE": AttributeError,
-    "nonsense:": AttributeError,
+    "lacks_a_library:MINE": OSError,
+    "of_another_python:MINE": SyntaxError,
+    "quits:MINE": RuntimeError,
 }
 SOURCES = {
+    "lacks_a_library": "raise OSError('libmine.so: cannot open shared object file')",
+    "of_another_python": "print 'mine'",
+    "quits": "raise RuntimeError",
     "serves": "class MINE:\n    matches = staticmethod('mine'.__eq__)\n    attach = None.__init__\nMINE = MINE()",
 }
 
@@ -72,7 +77,7 @@ def test_the_projects_own_is_not_replaced(family: Family, folder: Path) -> None:
 def test_what_cannot_be_loaded_is_named(value: str, cause: type[Exception], family: Family, folder: Path) -> None:
     install(folder, "mine-for-worlds", family.group, {"mine": value})
     told = rf"entry point mine = {value} of {family.group} \(registered by mine-for-worlds\) cannot be loaded"
-    with pytest.raises(PluginError, match=rf"^{told} \(.*\); mend .* or uninstall") as caught:
+    with pytest.raises(PluginError, match=rf"^{told} \({cause.__name__}: .*\); mend .* or uninstall") as caught:
         family.get("mine")
     assert type(caught.value.__cause__) is cause
 

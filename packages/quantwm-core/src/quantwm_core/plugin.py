@@ -77,20 +77,20 @@ def load(entry: EntryPoint) -> Any:
     """What an entry point names.
 
     Raises:
-        PluginError: It cannot be imported, or lacks what is named; the message says whose it is.
+        PluginError: It cannot be imported, whatever it raises, or lacks what is named; the message says whose it is.
 
     >>> load(EntryPoint("mean", "statistics:mean", "quantwm.metrics"))([1, 3])
     2
     >>> load(EntryPoint("gone", "no_such_module:METRIC", "quantwm.metrics"))
     Traceback (most recent call last):
     ...
-    quantwm_core.errors.PluginError: entry point gone = no_such_module:METRIC of quantwm.metrics cannot be loaded (No module named 'no_such_module'); mend what registers it, or uninstall that
+    quantwm_core.errors.PluginError: entry point gone = no_such_module:METRIC of quantwm.metrics cannot be loaded (ModuleNotFoundError: No module named 'no_such_module'); mend what registers it, or uninstall that
     """
     try:
         return entry.load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         raise PluginError(
-            f"{_told(entry)} cannot be loaded ({error}); mend what registers it, or uninstall that"
+            f"{_told(entry)} cannot be loaded ({type(error).__name__}: {error}); mend what registers it, or uninstall that"
         ) from error
 
 
