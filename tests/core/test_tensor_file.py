@@ -51,6 +51,23 @@ def test_a_device_or_a_pipe_stays_what_it_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [pipe]
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="names what is open by Linux's /proc")
+@pytest.mark.parametrize("kind", ["pipe", "file that was removed"])
+def test_what_is_open_without_a_name_is_no_file(kind: str, tmp_path: Path) -> None:
+    opened = [*os.pipe()] if kind == "pipe" else [os.open(tmp_path / "gone", os.O_CREAT | os.O_WRONLY)]
+    (tmp_path / "gone").unlink(missing_ok=True)
+    link = tmp_path / "link"
+    link.symlink_to(f"/proc/self/fd/{opened[-1]}")
+    try:
+        for path in (link, f"/proc/self/fd/{opened[-1]}"):
+            with pytest.raises(FormatError, match=f"^{path}: exists and is no regular file that has a name"):
+                replaced(path).__enter__()
+    finally:
+        for number in opened:
+            os.close(number)
+    assert list(tmp_path.iterdir()) == [link]
+
+
 def test_a_link_stays_and_what_it_names_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     target, link = tmp_path / "elsewhere" / "file", tmp_path / "link"

@@ -115,18 +115,22 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, Place], dict[st
 def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A new file to be written, which takes the place of ``path`` only when it is whole and on the disk.
 
-    Whatever happens before, a file that was there stays as it was. Of a link it is the file that the link names. A process that is killed may leave the unfinished file
-    beside it, whose name begins with a dot and ends in ``.partial``.
+    Whatever happens before, a file that was there stays as it was. Of a link it is the file that the link names. A process
+    that is killed may leave the unfinished file beside it, whose name begins with a dot and ends in ``.partial``.
 
     Raises:
-        FormatError: ``path`` is a folder, or a device, a pipe or a socket, in whose place a file would be.
+        FormatError: ``path`` is a folder, or a device, a pipe or a socket, in whose place a file would be; or it names what is
+            open in a process (``/dev/stdout``) and lies in no folder.
         OSError: The folder is not there, or cannot be written.
     """
-    target = Path(os.path.realpath(path))
-    if target.is_dir():
+    given, target = Path(path), Path(os.path.realpath(path))
+    if given.is_dir():
         raise FormatError(f"{path}: is a folder; name a file in it")
-    if target.exists() and not target.is_file():
-        raise FormatError(f"{path}: exists and is no regular file, which none takes the place of; name another")
+    # The path of an open pipe or of a removed file exists; what it resolves to does not.
+    if given.exists() and not target.is_file():
+        raise FormatError(
+            f"{path}: exists and is no regular file that has a name, in whose place another could be; name another"
+        )
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"{path}: its folder is not there; make it first", str(target.parent))
     partial = target.parent / f".{target.name}.{uuid.uuid4().hex}.partial"
