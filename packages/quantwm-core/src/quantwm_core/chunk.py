@@ -169,7 +169,8 @@ def save(
         metadata: Further text entries; ``format`` and ``chunks`` are reserved.
 
     Raises:
-        FormatError: ``metadata`` uses a reserved key or holds what is no text, or ``path`` is a folder.
+        FormatError: ``metadata`` uses a reserved key or holds what is no text, or ``path`` is a folder, a device, a pipe or a
+            socket.
         ParameterError: A layer, a start, a version or a size is no whole number.
     """
     extra = dict(metadata or {})
@@ -288,7 +289,7 @@ def write_arrays(
 
     Raises:
         DtypeError: An array holds a number format that the files do not know.
-        FormatError: ``path`` is a folder.
+        FormatError: ``path`` is a folder, a device, a pipe or a socket.
         OSError: The folder cannot be written; an older file stays as it was.
     """
     text, order = make_header({name: (array.dtype, array.shape) for name, array in arrays.items()}, metadata)

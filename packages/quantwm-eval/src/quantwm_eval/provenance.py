@@ -77,6 +77,9 @@ def collect(arguments: Sequence[str], device: str = "cpu") -> Provenance:
 def commit() -> str:
     """Commit of the checkout that this package is imported from, with a ``+`` where tracked files were changed since; else empty.
 
+    The ``+`` does not say how they were changed: two trees that were changed in different ways are both ``abc1234+`` and count
+    as one commit. Figures that are to be told apart by it are measured on committed files.
+
     >>> set(commit()) <= set("0123456789abcdef+")
     True
     """

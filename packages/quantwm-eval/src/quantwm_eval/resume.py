@@ -21,8 +21,8 @@ def begin(path: Path, experiment: Experiment, provenance: Provenance) -> Results
     """Make a results file ready to be appended to.
 
     Where there is none it is made, with its first line whole or not at all; so is it where one holds no cell, or nothing at all,
-    which is what a run leaves that failed before its first one. One with cells must be of the same experiment, versions, commit and machine; a last
-    line that was cut off in the middle is removed, everything else stays.
+    which is what a run leaves that failed before its first one. One with cells must be of the same experiment, versions, commit
+    and machine; a last line that was cut off in the middle is removed, everything else stays.
 
     Args:
         path: The file.
@@ -33,8 +33,8 @@ def begin(path: Path, experiment: Experiment, provenance: Provenance) -> Results
         What the file holds, with its own provenance.
 
     Raises:
-        StateError: The file is of another experiment, another version or another machine; the message says what differs,
-            and the file is left as it was.
+        StateError: The file is of another experiment, another version, another commit (where both are known) or another
+            machine; the message says what differs, and the file is left as it was.
         FormatError: The file is foreign, broken before its last line, or holds a cell twice or that does not belong to it.
         OSError: It cannot be read or written.
     """

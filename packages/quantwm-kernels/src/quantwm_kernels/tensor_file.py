@@ -40,7 +40,7 @@ def write_tensors(
     Raises:
         StateError: A tensor requires grad.
         DtypeError: One has a number format that the files do not know.
-        FormatError: ``path`` is a folder.
+        FormatError: ``path`` is a folder, a device, a pipe or a socket.
         OSError: The folder cannot be written, or the disk is full; an older file stays as it was.
     """
     kinds = {}

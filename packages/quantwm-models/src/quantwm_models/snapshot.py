@@ -48,7 +48,7 @@ def save(caches: Caches, path: str | os.PathLike[str], extra: Mapping[str, Tenso
             setting that JSON cannot say.
         StateError: A host has no caches yet, or wrote keys whose values are still to come; or an extra tensor requires grad.
         DtypeError: An extra tensor, or what a method of another distribution stores, has a number format that files do not hold.
-        FormatError: ``path`` is a folder.
+        FormatError: ``path`` is a folder, a device, a pipe or a socket.
         OSError: The folder cannot be written, or the disk is full; an older file stays as it was.
 
     >>> import tempfile, torch
