@@ -68,6 +68,7 @@ def get(name: str, **parameters: Any) -> Method:
     Raises:
         UnknownNameError: No method bears that name.
         ParameterError: It has no such parameter, or a value is of another type or out of range.
+        PluginError: As :func:`implementation`.
 
     >>> get("quantwm", rank=16).rank
     16
