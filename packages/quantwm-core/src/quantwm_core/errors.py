@@ -43,7 +43,7 @@ class FormatError(QuantWMError, ValueError):
 
 
 class PluginError(QuantWMError, ImportError):
-    """What another distribution registers cannot be loaded."""
+    """What another distribution registers cannot be loaded, is not what it stands for, or shares its name with something else."""
 
 
 class UnknownNameError(QuantWMError, LookupError):
