@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint, EntryPoints
@@ -240,6 +241,34 @@ def test_without_a_block_the_host_stays_attached_until_told() -> None:
     attachment.detach()
     assert "_initialize_kv_cache" not in vars(pipeline)
     assert attachment.report().tokens == 2 * 48
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_was_detached_is_asked_but_not_used_again(failed: bool) -> None:
+    pipeline = Pipeline(Settings())
+    attachment = attach(pipeline, "rtn", adapter=ADAPTER)
+    with pytest.raises(HostFailureError) if failed else nullcontext(), attachment:
+        pipeline.inference(0, 2)
+        if failed:
+            raise HostFailureError
+    assert attachment.detached
+    with pytest.raises(StateError, match=r"would run without its caches; attach\(\) again"), attachment:
+        pipeline.inference(0, 2)
+    with pytest.raises(StateError, match=r"Pipeline: this attachment had a host before; attach\(\) makes one for each"):
+        attachment.connect(ADAPTER, Pipeline(Settings()))
+    attachment.detach()
+    assert attachment.report().tokens == sum(cache.tokens for cache in attachment.layers.values()) == 2 * 48
+
+
+def test_an_attachment_has_one_host() -> None:
+    pipeline, other = Pipeline(Settings()), Pipeline(Settings())
+    before = vars(other).copy()
+    with attach(pipeline, "rtn", adapter=ADAPTER) as attachment:
+        with pytest.raises(StateError, match="this attachment had a host before"):
+            attachment.connect(ADAPTER, other)
+        assert vars(other) == before
+        assert not attachment.detached
+    assert "_initialize_kv_cache" not in vars(pipeline)
 
 
 def test_two_pipelines_of_one_module_do_not_disturb_each_other() -> None:

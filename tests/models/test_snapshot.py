@@ -13,6 +13,7 @@ from quantwm_core.errors import StateError
 from quantwm_models import LayerCache, attach, snapshot
 from quantwm_models.store import pair
 from tests.models.chunks import bits, chunk, fill, normal
+from tests.models.chunks import snapshot as held
 from tests.models.golden import make as golden
 from tests.models.longcat_host import TOKENS, WIDTH, LongCatVideoPipeline
 from tests.models.rolling_host import Pipeline, Settings
@@ -218,6 +219,21 @@ def test_a_host_goes_on_in_another_process(method: str, tmp_path: Path) -> None:
             each |= {name: extra[f"{layer}.{name}"] for name in INDICES}
         assert video(again, caches, range(6, 9)) == expected
         assert attachment.report().chunks_evicted > 0
+
+
+def test_a_detached_host_is_saved_and_not_loaded_into(tmp_path: Path) -> None:
+    host = Pipeline(Settings(window=96))
+    with attach(host, "rtn", adapter=ADAPTER) as attachment:
+        video(host, allocated(host), range(4))
+        snapshot.save(attachment, tmp_path / "inside")
+    snapshot.save(attachment, tmp_path / "after")
+    assert (tmp_path / "after").read_bytes() == (tmp_path / "inside").read_bytes()
+    before = [held(cache) for cache in attachment.caches]
+    with pytest.raises(
+        StateError, match=r"after: the host was detached and reads these caches no more; attach\(\) again"
+    ):
+        snapshot.load(attachment, tmp_path / "after")
+    assert [held(cache) for cache in attachment.caches] == before
 
 
 @pytest.mark.parametrize("offload", [False, True])

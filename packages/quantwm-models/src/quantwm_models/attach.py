@@ -8,7 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from quantwm_core.errors import ParameterError, QuantWMError
+from quantwm_core.errors import ParameterError, QuantWMError, StateError
 from quantwm_core.method import Scheme, scheme
 from quantwm_core.rotary import Turning
 from quantwm_kernels.sealing import forget_recordings
@@ -29,12 +29,15 @@ class Attachment:
         scheme: How the caches are stored.
         offload: Host memory for sealed units, if they are to be kept there.
         adapter: Module in which ``attach`` of the adapter that knows the host is defined; snapshots go back to the same.
+        detached: Whether the host was restored and makes its own caches again. What these hold can still be asked and saved;
+            they are not loaded into any more, and whoever goes on needs another :func:`attach`.
     """
 
     def __init__(self, scheme: Scheme, observers: Sequence[CacheObserver] = (), offload: Offload | None = None) -> None:
         self.scheme = scheme
         self.offload = offload
         self.adapter = ""
+        self.detached = False
         self._observers = checked_observers(observers)
         self._caches: dict[tuple[str, int], LayerCache] = {}
         self._undo: Callable[[], None] | None = None
@@ -50,6 +53,10 @@ class Attachment:
         return dict(sorted(self._caches.items()))
 
     def __enter__(self) -> Self:
+        if self.detached:
+            raise StateError(
+                "the host was restored already and would run without its caches; attach() again for this block"
+            )
         return self
 
     def __exit__(
@@ -72,6 +79,7 @@ class Attachment:
     def _restore(self) -> None:
         if self._undo is not None:
             undo, self._undo = self._undo, None
+            self.detached = True
             forget_recordings()
             undo()
 
@@ -96,7 +104,12 @@ class Attachment:
         Raises:
             HostError: The adapter stumbled over the pipeline.
             ParameterError: The adapter does not say how the host is restored.
+            StateError: A host was connected before.
         """
+        if self.detached or self._undo is not None:
+            raise StateError(
+                f"{type(pipeline).__qualname__}: this attachment had a host before; attach() makes one for each"
+            )
         function: object = adapter.attach
         while isinstance(function, partial):
             function = function.func

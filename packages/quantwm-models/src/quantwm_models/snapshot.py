@@ -93,13 +93,17 @@ def load(caches: Caches, path: str | os.PathLike[str], device: torch.device | st
     Raises:
         ParameterError: What came are no caches or one twice, or no path.
         FormatError: The file is no snapshot, of a newer version, truncated or damaged, or a folder.
-        StateError: It is of other caches, or a host wrote keys whose values are still to come.
+        StateError: It is of other caches, a host was detached or has none yet, or wrote keys whose values are still to come.
         ShapeError: It is of another batch, number of heads or of channels.
         DeviceError: The device is not there, or of a kind that nothing here serves.
         CacheMemoryError: Its memory ran out.
         OSError: The file cannot be read.
     """
     check_path(path)
+    if isinstance(caches, Attachment) and caches.detached:
+        raise StateError(
+            f"{path}: the host was detached and reads these caches no more; attach() again and load into what that returns"
+        )
     adapter, placed = _placed(caches)
     with opened(path) as file, _damage_named(path):
         state = _state(file)
