@@ -11,7 +11,6 @@ and in which part of their time these wait for a load. Clocks are left as they a
 
 import argparse
 import csv
-import importlib.util
 import io
 import re
 import shutil
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import decode
+from benchmarks import decode, needs
 from quantwm_kernels.reading import Piece, ReadPlan
 
 RESULTS = decode.RESULTS.with_name("counters.jsonl")
@@ -95,9 +94,9 @@ def figures(report: str) -> list[Line]:
 def work(arguments: argparse.Namespace, device: torch.device) -> Callable[[], object]:
     """What is to be watched."""
     if arguments.what == "seal":
-        from benchmarks import seal  # noqa: PLC0415 - needs Triton, which --help does not
+        from benchmarks.sealed_layer import Subject  # noqa: PLC0415 - needs Triton, which --help does not
 
-        sealed = seal.Subject(arguments.shape, device)
+        sealed = Subject(arguments.shape, device)
         return lambda: sealed.seal(arguments.iterations).wait()
     tokens, heads, channels = shape = decode.SHAPES[arguments.shape]
     chunk = decode.random_chunk(arguments.method, shape, 0, device)
@@ -143,8 +142,7 @@ def main() -> None:
     ncu = shutil.which("ncu")
     if ncu is None:
         parser.error("ncu is not on the PATH; it comes with CUDA's toolkit, as Nsight Compute")
-    if importlib.util.find_spec("triton") is None:
-        parser.error("the package triton is not installed; packages/quantwm-kernels[gpu] brings it")
+    needs.triton(parser)
     known = decode.environment() | {"benchmark": "counters", "what": arguments.what, "shape": arguments.shape}
     known |= {"method": arguments.method} if arguments.what == "read" else {"iterations": arguments.iterations}
     print(f"{'kernel':24} {'ms':>8}" + "".join(f"{name:>9}" for name in (*COLUMNS, "waiting")))

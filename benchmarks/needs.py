@@ -1,6 +1,7 @@
 """What benchmarks are told and cannot do without, refused in a line before anything is measured."""
 
 import argparse
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,12 @@ def cuda(parser: argparse.ArgumentParser) -> torch.device:
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def triton(parser: argparse.ArgumentParser) -> None:
+    """End the program where Triton is missing."""
+    if importlib.util.find_spec("triton") is None:
+        parser.error("the package triton is not installed; packages/quantwm-kernels[gpu] brings it")
 
 
 @contextmanager

@@ -13,3 +13,13 @@ def ended(name: str, patch: pytest.MonkeyPatch, *words: str) -> object:
     with pytest.raises(SystemExit) as end:
         runpy.run_module(name, run_name="__main__")
     return end.value.code
+
+
+def hide_triton(patch: pytest.MonkeyPatch) -> None:
+    """Let what a program imports find no Triton, whatever was imported before."""
+    hidden = ("triton", "quantwm_kernels.triton")
+    for name in [*sys.modules, *hidden]:
+        if any(f"{name}.".startswith(f"{each}.") for each in hidden):
+            patch.setitem(sys.modules, name, None)
+        elif name.partition(".")[0] == "benchmarks":
+            patch.delitem(sys.modules, name)
