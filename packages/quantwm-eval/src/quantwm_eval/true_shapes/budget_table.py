@@ -28,7 +28,8 @@ measured: how much of it a live host took; all else is computed or estimated.
 yes: fits; tight: only if PyTorch's allocator loses less than {PIECES_NBYTES // GIB} GiB in pieces; -: does not."""
 LENGTHS = f"""\
 Frames of the longest video whose whole history fits, if the model attended to all of it.
-A range: with {PIECES_NBYTES // GIB} GiB lost in pieces, and with nothing lost; -: not even the shortest fits."""
+A range: with {PIECES_NBYTES // GIB} GiB lost in pieces, and with nothing lost; one number: the same for both.
+up to N: N with nothing lost, none with {PIECES_NBYTES // GIB} GiB lost; -: not even the shortest in either case."""
 
 
 PACKED = tuple(scheme("quantwm", chunks_per_seal=each) for each in (1, 2))
@@ -79,7 +80,7 @@ def _fitting(shape: Shape) -> Iterator[Row]:
 def lengths(names: Sequence[str]) -> list[Row]:
     """A head, and frames of the longest video whose whole history fits into a card, in BF16 and in two bits.
 
-    Each is a range: what leaves room for what the allocator may lose, and what fits if it loses nothing.
+    Each is a range: what leaves room for what the allocator may lose, which may be no video, and what fits if it loses nothing.
     """
     head = ("model", "weights", *(f"{each} GB, {cache}" for each in CARDS for cache in ("BF16", "2 bits")))
     return [head, *(row for name in names for row in _lengths(Shape.load(name)))]
@@ -114,9 +115,11 @@ def _videos(with_room: int, without: int) -> str:
     """Frames of the videos that so many latent ones are.
 
     >>> _videos(21, 24), _videos(24, 24), _videos(0, 24), _videos(0, 0)
-    ('81-93', '93', '0-93', '-')
+    ('81-93', '93', 'up to 93', '-')
     """
     if not without:
         return "-"
-    least, most = (frames_of(latents) if latents else 0 for latents in (with_room, without))
+    if not with_room:
+        return f"up to {frames_of(without)}"
+    least, most = frames_of(with_room), frames_of(without)
     return str(most) if least == most else f"{least}-{most}"
