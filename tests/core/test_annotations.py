@@ -5,11 +5,13 @@ import pytest
 from jaxtyping import TypeCheckError
 
 from quantwm_core import packing, psac, scales
+from quantwm_core.errors import DtypeError
 
 
 def test_a_wrong_dtype_is_refused_by_the_annotation() -> None:
-    with pytest.raises(TypeCheckError):
+    with pytest.raises(DtypeError) as caught:
         scales.encode(np.ones((1, 2, 3), np.float64))
+    assert isinstance(caught.value.__cause__, TypeCheckError)
 
 
 def test_axes_of_two_arguments_must_agree() -> None:

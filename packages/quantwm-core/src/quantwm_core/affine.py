@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float, Float8e4m3fn, Float32, UInt8
 
 from quantwm_core import packing, scales
+from quantwm_core.arguments import explain_errors
 from quantwm_core.errors import ParameterError, ShapeError
 
 LEVELS = 3
@@ -234,3 +235,6 @@ def unpack_rows(
     codes = packing.unpack(part, part.shape[-1] * packing.CODES_PER_BYTE)
     offset = first - first_byte * packing.CODES_PER_BYTE
     return codes[..., offset : offset + last - first].reshape(*packed.shape[:-1], stop - start, columns)
+
+
+explain_errors(globals())

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int64, UInt8
 
-from quantwm_core.errors import ParameterError, ShapeError
+from quantwm_core.arguments import explain_errors
+from quantwm_core.domain import check_finite
+from quantwm_core.errors import DomainError, ParameterError, ShapeError
 
 BLOCK = 8
 """Directions of a block; with ``w`` bits a direction they take ``w`` bytes a token."""
@@ -105,6 +107,9 @@ def water_fill(
     Returns:
         Blocks of 8, 4 and 2 bits, uint8 ``[streams, 3]``.
 
+    Raises:
+        DomainError: An energy is NaN or infinite.
+
     >>> water_fill([np.array([100.0, 1.0])], 6)
     array([[0, 1, 1]], dtype=uint8)
     >>> water_fill([np.array([100.0, 90.0]), np.array([1.0, 0.5])], 8)
@@ -114,6 +119,8 @@ def water_fill(
     rises = sorted(_rises(energies), key=lambda rise: (-rise.worth, *rise[1:]))
     reached = np.zeros((len(energies), len(_STEPS)), np.int64)  # blocks that have at least 2, 4, 8 bits
     left = sum(float(each.sum()) for each in energies)
+    if not math.isfinite(left):
+        raise DomainError(f"energies: {left} in all; need finite ones")
     allowed, spent = tolerance * left, 0
     for worth, level, stream, block in rises:
         if spent and (worth < least or (left <= allowed and tolerance > 0)):
@@ -134,9 +141,13 @@ def dynamic(energies: Float64[np.ndarray, " blocks"], nbytes: int) -> UInt8[np.n
         energies: Blocks in descending order.
         nbytes: Bytes of a token.
 
+    Raises:
+        DomainError: An energy is NaN or infinite.
+
     >>> dynamic(np.array([100.0, 1.0]), 6)
     array([0, 1, 1], dtype=uint8)
     """
+    check_finite(energies, "energies")
     choices = (0, *reversed(CODED_WIDTHS))
     least = np.zeros(nbytes + 1)  # distortion of the blocks so far, by bytes that they may take
     chosen = []
@@ -179,3 +190,6 @@ def _rises(energies: Sequence[Float64[np.ndarray, " _blocks"]]) -> list[_Rise]:
 def _counts(reached: Int64[np.ndarray, "streams 3"]) -> UInt8[np.ndarray, "streams 3"]:
     two, four, eight = reached.T
     return np.stack([eight, four - eight, two - four], axis=1).astype(np.uint8)
+
+
+explain_errors(globals())

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quantwm_core import domain, method, methods, rotary
+from quantwm_core.arguments import explain_errors
 from quantwm_core.chunk import SealedChunk
 from quantwm_core.errors import FormatError, ParameterError, ShapeError
 from quantwm_core.method import Scheme
@@ -183,3 +184,6 @@ def _check(dump: Dump, chunk_tokens: int, layer: int) -> None:
     for number, begin in enumerate(range(0, dump.keys.shape[2], chunk_tokens)):
         for name, array in given.items():
             domain.check_domain(array[:, :, begin : begin + chunk_tokens], f"layer {layer}, chunk {number}, {name}")
+
+
+explain_errors(globals())

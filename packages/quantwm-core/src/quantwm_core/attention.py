@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Float32
 
+from quantwm_core.arguments import explain_errors
+from quantwm_core.domain import check_finite
 from quantwm_core.errors import ParameterError, ShapeError
 
 
@@ -101,12 +103,13 @@ def logit_error(
 
     Raises:
         ShapeError: The two are not of the same shape.
+        DomainError: A logit is NaN or infinite.
 
     >>> exact = np.float32([[[0.0, 2.0]]])
     >>> logit_error(exact, exact + 5), logit_error(exact, exact * 1.5)
     (array([0.], dtype=float32), array([0.25], dtype=float32))
     """
-    check_alike(exact.shape, approximate.shape)
+    _check_logits(exact, approximate)
     difference = approximate - exact
     difference = difference - difference.mean(axis=-1, keepdims=True)
     spread = exact - exact.mean(axis=-1, keepdims=True)
@@ -124,6 +127,13 @@ def check_alike(exact: Sequence[int], approximate: Sequence[int]) -> None:
         raise ShapeError(f"exact logits {tuple(exact)} and approximate ones {tuple(approximate)}: need the same shape")
 
 
+def _check_logits(exact: np.ndarray, approximate: np.ndarray) -> None:
+    """Refuse what no measure compares: of NaN, one would be 0 or anything."""
+    check_alike(exact.shape, approximate.shape)
+    check_finite(exact, "exact logits")
+    check_finite(approximate, "approximate logits")
+
+
 def selection_shift(
     exact: Float32[np.ndarray, "*heads queries tokens"],
     approximate: Float32[np.ndarray, "*heads queries tokens"],
@@ -136,11 +146,12 @@ def selection_shift(
     Raises:
         ParameterError: ``top`` is not between 1 and the number of tokens.
         ShapeError: The two are not of the same shape.
+        DomainError: A logit is NaN or infinite.
 
     >>> selection_shift(np.float32([[[1.0, 2.0], [3.0, 0.0]]]), np.float32([[[3.0, 2.0], [3.0, 0.0]]]))
     array([0.5], dtype=float32)
     """
-    check_alike(exact.shape, approximate.shape)
+    _check_logits(exact, approximate)
     tokens = exact.shape[-1]
     if not 1 <= top <= tokens:
         raise ParameterError(f"top {top} of {tokens} tokens: need 1 to {tokens}")
@@ -158,11 +169,15 @@ def attention_kl(
 
     Raises:
         ShapeError: The two are not of the same shape.
+        DomainError: A logit is NaN or infinite.
 
     >>> attention_kl(np.float32([[[0.0, 1.0]]]), np.float32([[[0.0, 1.0]]]))
     array([0.], dtype=float32)
     """
-    check_alike(exact.shape, approximate.shape)
+    _check_logits(exact, approximate)
     logs = [scores - scores.max(-1, keepdims=True) for scores in (exact, approximate)]
     logs = [log - np.log(np.exp(log).sum(axis=-1, keepdims=True)) for log in logs]
     return (np.exp(logs[0]) * (logs[0] - logs[1])).sum(axis=-1).mean(axis=-1)
+
+
+explain_errors(globals())

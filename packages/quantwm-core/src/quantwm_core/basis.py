@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import BFloat16, Float64, Int8, UInt8
 
 from quantwm_core.allocation import BLOCK
-from quantwm_core.domain import BF16
+from quantwm_core.arguments import explain_errors
+from quantwm_core.domain import BF16, check_finite
 from quantwm_core.errors import ShapeError
 
 ROW_MAX = 127
@@ -79,6 +80,7 @@ def store(streams: Sequence[Float64[np.ndarray, "_directions channels"]], shape:
     (array([127, 127, 127, 127, 127, 127, 127, 127], dtype=int8), 81, False)
     """
     rows = np.concatenate(streams)
+    check_finite(rows, "directions")
     scales = (np.abs(rows).max(axis=1) / ROW_MAX).astype(BF16)
     step = scales.astype(np.float64)[:, None]
     whole = np.rint(rows / np.where(step > 0, step, np.inf))
@@ -104,6 +106,7 @@ def normalised(
     (array([[0.5, 0. ],
            [0. , 1.5]]), array(2.))
     """
+    check_finite(moments, "moments")
     average = np.asarray(np.trace(moments, axis1=-2, axis2=-1)) / moments.shape[-1]
     known = (average > 0)[..., None, None]
     divisor = np.where(known, average[..., None, None], 1.0)
@@ -127,6 +130,8 @@ def fit(
     array([[0. , 1. ],
            [0.5, 0. ]])
     """
+    check_finite(covariance, "covariance")
+    check_finite(metric, "metric")
     energies, vectors = np.linalg.eigh(metric)
     root = np.sqrt(np.maximum(energies, RIDGE * energies[-1]))
     whiten, restore = (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
@@ -148,3 +153,6 @@ def projector(
     gram = weighted @ rows.T
     ridge = RIDGE * np.trace(gram) / len(gram) if len(gram) else 0.0
     return np.linalg.solve(gram + ridge * np.eye(len(gram)), weighted)
+
+
+explain_errors(globals())

@@ -16,6 +16,7 @@ from jaxtyping import UInt8
 
 from quantwm_core import packing
 from quantwm_core.allocation import BLOCK, directions, token_bytes
+from quantwm_core.arguments import explain_errors
 from quantwm_core.errors import ShapeError
 
 
@@ -62,3 +63,6 @@ def unpack(
     middle = packed[:, eight:four]
     halves = np.stack([middle & 15, middle >> 4], axis=-1).reshape(len(packed), 2 * (four - eight))
     return np.concatenate([packed[:, :eight], halves, packing.unpack(packed[:, four:], BLOCK * int(counts[2]))], axis=1)
+
+
+explain_errors(globals())

@@ -20,6 +20,7 @@ from typing import Any, Literal, SupportsIndex, cast
 
 import numpy as np
 
+from quantwm_core.arguments import explain_errors
 from quantwm_core.errors import FormatError, ParameterError, RangeError, ShapeError
 from quantwm_core.stream import is_whole
 from quantwm_core.tensor_file import make_header, read_header, replaced
@@ -313,3 +314,6 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], di
         for name, place in places.items()
     }
     return arrays, metadata
+
+
+explain_errors(globals())

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import BFloat16, Float32, UInt8
 
 from quantwm_core import affine, integer_table, rounding
+from quantwm_core.arguments import explain_errors
 from quantwm_core.domain import BF16
 
 AFFINE_PARTS = ("codes", "scales", "zero_points", "super_scale")
@@ -71,3 +72,6 @@ def decode(arrays: Mapping[str, np.ndarray], start: int, stop: int) -> Float32[n
     """``c + x^`` for tokens ``start`` to ``stop``, FP32, not yet rounded to BF16."""
     base = gather(table(arrays), arrays["index"][..., start:stop])
     return base + affine.decode(affine_code(arrays), start, stop)
+
+
+explain_errors(globals())

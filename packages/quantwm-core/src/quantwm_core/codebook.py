@@ -27,7 +27,8 @@ import numpy as np
 import scipy.sparse
 from jaxtyping import BFloat16, Float, Float32, Int
 
-from quantwm_core.domain import BF16, binary_exponent
+from quantwm_core.arguments import explain_errors
+from quantwm_core.domain import BF16, binary_exponent, check_finite
 from quantwm_core.errors import ParameterError, ShapeError
 
 MAX_CENTROIDS = 256
@@ -99,7 +100,8 @@ def fit(
 
     Raises:
         ParameterError: ``centroids``, ``iterations`` or ``relaxation`` is out of range.
-        ShapeError: ``initial`` does not fit, or ``values`` are no tokens of channels.
+        ShapeError: ``initial`` or ``metric`` does not fit, or ``values`` are no tokens of channels.
+        DomainError: A number of ``values``, ``metric`` or ``initial`` is NaN or infinite.
 
     >>> fit(np.float32([[[0.0], [1.0], [10.0], [11.0]]]), 2).astype(np.float32).ravel()
     array([ 0.5, 10.5], dtype=float32)
@@ -114,6 +116,7 @@ def fit(
         initial = values[..., initial_tokens(tokens, size), :]
     if initial.shape != (*streams, size, channels):
         raise ShapeError(f"initial centroids: got shape {initial.shape}, need {(*streams, size, channels)}")
+    _check_metric(metric, values.shape)
     exponent = binary_exponent(values, initial)
     points = np.ldexp(values.astype(np.float32), -exponent).reshape(-1, tokens, channels)
     table = np.ldexp(initial.astype(np.float32), -exponent).reshape(-1, size, channels)
@@ -137,12 +140,15 @@ def nearest(
 
     Raises:
         ParameterError: ``count`` is not between 1 and the codebook's size.
+        ShapeError: ``metric`` does not fit.
+        DomainError: A number is NaN or infinite.
 
     >>> nearest(np.float32([[[2.0]]]), np.float32([[[0.0], [3.0], [1.0]]]), count=3)
     array([[[1, 2, 0]]])
     """
     if not 1 <= count <= centroids.shape[-2]:
         raise ParameterError(f"{count} nearest of {centroids.shape[-2]} centroids: need 1 to {centroids.shape[-2]}")
+    _check_metric(metric, values.shape)
     exponent = binary_exponent(values, centroids)
     table = np.ldexp(centroids.astype(np.float32), -exponent)
     offset = _offset(table)
@@ -157,6 +163,18 @@ def nearest(
         found[..., rank] = best
         np.put_along_axis(scores, best[..., None], np.inf, axis=-1)
     return found
+
+
+def _check_metric(metric: Metric, shape: tuple[int, ...]) -> None:
+    """Refuse a metric that is not of the streams and channels of values of a shape, or not finite."""
+    if metric is None:
+        return
+    *streams, _, channels = shape
+    if metric.shape not in ((*streams, channels), (*streams, channels, channels)):
+        raise ShapeError(
+            f"metric {metric.shape} of values {shape}: need {(*streams, channels)}, or a matrix of each stream"
+        )
+    check_finite(metric, "metric")
 
 
 def _offset(table: Float32[np.ndarray, "*streams centroids channels"]) -> Float32[np.ndarray, "*streams 1 channels"]:
@@ -196,3 +214,6 @@ def _means(
     sums = (members.T @ points.reshape(-1, channels)).reshape(table.shape)
     counts = np.bincount(rows, minlength=streams * size).reshape(streams, size, 1)
     return np.where(counts > 0, sums / np.maximum(counts, 1).astype(np.float32), table)
+
+
+explain_errors(globals())

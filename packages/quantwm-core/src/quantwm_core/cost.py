@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quantwm_core import affine, allocation, codebook, integer_table, psac
+from quantwm_core.arguments import explain_errors
 from quantwm_core.packing import packed_size
 
 BITS_PER_BYTE = 8
@@ -109,3 +110,6 @@ def rank_increment(tokens: int, channels: int, low: int, high: int) -> float:
     """
     extra = psac_nbytes(tokens, channels, high) - psac_nbytes(tokens, channels, low)
     return bits_per_element(extra, tokens, channels) / 2
+
+
+explain_errors(globals())

@@ -9,7 +9,9 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import BFloat16, Float32, Int64, UInt8
 
-from quantwm_core.domain import BF16
+from quantwm_core.arguments import explain_errors
+from quantwm_core.domain import BF16, check_finite
+from quantwm_core.errors import ShapeError
 
 OFFSETS = {2: 0.5, 4: 0.5, 8: 0.0}
 BEST_STEPS = {2: 0.9894, 4: 0.3330, 8: 0.03092}
@@ -52,10 +54,17 @@ def search_steps(
 ) -> BFloat16[np.ndarray, " directions"]:
     """Of :data:`FACTORS`, the step of each direction with the smallest squared error; the first of equals.
 
+    Raises:
+        ShapeError: There is no token.
+        DomainError: A coefficient is NaN or infinite, or so large that its square is.
+
     >>> search_steps(np.float32([[-1.5], [1.5], [0.5], [-0.5]]), np.array([2])).astype(np.float32)
     array([1.015625], dtype=float32)
     """
+    if not len(coefficients):
+        raise ShapeError(f"coefficients {coefficients.shape}: need at least one token")
     spread = np.sqrt(np.square(coefficients).mean(axis=0))
+    check_finite(spread, "coefficients")
     unit = spread * np.array([BEST_STEPS[int(width)] for width in widths], np.float32)
     best = np.zeros(len(widths), BF16)
     least = np.full(len(widths), np.inf, np.float32)
@@ -69,3 +78,6 @@ def search_steps(
 
 def _shifts(widths: Int64[np.ndarray, " directions"]) -> Float32[np.ndarray, " directions"]:
     return np.array([OFFSETS[int(width)] - 2 ** (int(width) - 1) for width in widths], np.float32)
+
+
+explain_errors(globals())

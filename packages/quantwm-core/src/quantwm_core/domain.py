@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int32
 from numpy.typing import ArrayLike
 
+from quantwm_core.arguments import explain_errors
 from quantwm_core.errors import DomainError, DtypeError, ShapeError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -66,11 +67,25 @@ def check_domain(array: Float[np.ndarray, "..."], name: str) -> None:
     if np.isfinite(low) and np.isfinite(high) and max(-low, high) <= MAX_MAGNITUDE:
         return
     wide = array.astype(np.float32)
-    bad = ~(np.abs(wide) <= MAX_MAGNITUDE)
+    raise _refused(name, wide, ~(np.abs(wide) <= MAX_MAGNITUDE), "NaN, infinite or beyond 2**60")
+
+
+def check_finite(array: Float[np.ndarray, "..."], name: str) -> None:
+    """Raise :class:`DomainError` unless every value is finite.
+
+    >>> check_finite(np.float32([1.0, 2.0**70]), "metric")
+    """
+    finite = np.isfinite(array)
+    if not finite.all():
+        raise _refused(name, array, ~finite, "NaN or infinite")
+
+
+def _refused(name: str, array: np.ndarray, bad: np.ndarray, what: str) -> DomainError:
+    """The error that says which values of an array cannot be taken."""
     first = tuple(int(i) for i in np.argwhere(bad)[0])
-    raise DomainError(
-        f"{name}: {int(bad.sum())} of {array.size} values are NaN, infinite or beyond 2**60, "
-        f"first {wide[first]} at index {first}; repair the input before sealing"
+    return DomainError(
+        f"{name}: {int(bad.sum())} of {array.size} values are {what}, "
+        f"first {array[first]} at index {first}; repair the input before sealing"
     )
 
 
@@ -80,6 +95,9 @@ def binary_exponent(*arrays: Float[np.ndarray, "*streams _rows channels"]) -> In
     Returns:
         int32 ``[*streams, 1, 1]``, ready for :func:`numpy.ldexp`.
 
+    Raises:
+        DomainError: A value is NaN or infinite.
+
     >>> (
     ...     binary_exponent(np.float32([[[3.0, -5.0]]])).item(),
     ...     binary_exponent(np.ones((1, 2)), np.full((3, 2), 9.0)).item(),
@@ -87,7 +105,11 @@ def binary_exponent(*arrays: Float[np.ndarray, "*streams _rows channels"]) -> In
     (3, 4)
     """
     largest = [np.abs(array).max(axis=(-2, -1), keepdims=True).astype(np.float32) for array in arrays]
-    return np.frexp(np.maximum.reduce(largest))[1].astype(np.int32)
+    of_all = np.maximum.reduce(largest)
+    if not np.isfinite(of_all).all():  # which a single value of them makes it
+        for array in arrays:
+            check_finite(array, "values")
+    return np.frexp(of_all)[1].astype(np.int32)
 
 
 def round_up(values: Float32[np.ndarray, "..."], bits: int) -> Float32[np.ndarray, "..."]:
@@ -102,3 +124,6 @@ def round_up(values: Float32[np.ndarray, "..."], bits: int) -> Float32[np.ndarra
     mask = np.uint32((1 << dropped) - 1)
     lifted = np.ascontiguousarray(values, np.float32).view(np.uint32) + mask
     return (lifted & ~mask).view(np.float32)
+
+
+explain_errors(globals())

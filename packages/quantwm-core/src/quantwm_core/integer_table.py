@@ -15,7 +15,8 @@ import numpy as np
 from jaxtyping import BFloat16, Float, Int8, UInt8
 
 from quantwm_core import packing
-from quantwm_core.domain import BF16, round_up
+from quantwm_core.arguments import explain_errors
+from quantwm_core.domain import BF16, check_finite, round_up
 from quantwm_core.errors import ParameterError
 
 EXACT_BITS = 16
@@ -69,6 +70,7 @@ def encode(
 
     Raises:
         ParameterError: ``bits`` is neither.
+        DomainError: An entry is NaN or infinite.
 
     >>> codes, scales = encode(np.float32([[[7.0, -1.0], [3.0, 0.5]]]), 4)
     >>> packing.unpack_nibbles(codes, 2), scales.astype(np.float32)
@@ -80,6 +82,7 @@ def encode(
         raise ParameterError("centroids of 16 bits are stored as they are, need 4 or 8")
     wide, most = table.astype(np.float32), largest_code(bits)
     largest = np.abs(wide).max(axis=-2)
+    check_finite(largest, "centroids")
     scales = np.where(largest > 0, round_up(np.maximum(largest / np.float32(most), SMALLEST_SCALE), 9 - bits), 0)
     codes = np.clip(np.rint(wide / np.where(scales > 0, scales, np.float32(1))[..., None, :]), -most, most)
     whole = codes.astype(np.int8)
@@ -98,3 +101,6 @@ def decode(
     whole = packing.unpack_nibbles(codes, scales.shape[-1]) if codes.dtype == np.uint8 else codes
     exact: np.ndarray = (whole.astype(np.float32) * scales.astype(np.float32)[..., None, :]).astype(BF16)
     return exact
+
+
+explain_errors(globals())

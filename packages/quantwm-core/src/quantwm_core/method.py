@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import BFloat16, Float
 
 from quantwm_core import domain, methods, statistics
+from quantwm_core.arguments import explain_errors
 from quantwm_core.chunk import Kind, Parameter, SealedChunk, SealedTensor
 from quantwm_core.errors import FormatError, ParameterError, ShapeError, lookup
 from quantwm_core.rotary import Turning
@@ -301,3 +302,6 @@ def scheme(
         for name, own in zip(names, known, strict=True)
     ]
     return Scheme(pair[0], pair[1], per_seal, decay, frames_ahead)
+
+
+explain_errors(globals())

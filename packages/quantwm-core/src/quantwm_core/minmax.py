@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import BFloat16, Float32, UInt8
 
 from quantwm_core.affine import LEVELS
-from quantwm_core.domain import BF16
+from quantwm_core.arguments import explain_errors
+from quantwm_core.domain import BF16, check_finite
 
 
 def encode_groups(
@@ -26,6 +27,9 @@ def encode_groups(
     Returns:
         codes (uint8, 0 to 3, not packed), BF16 scales, BF16 minima.
 
+    Raises:
+        DomainError: A value is NaN or infinite, or the range of a group is.
+
     >>> codes, step, low = encode_groups(np.float32([[0.0, 3.0, 1.0, 7.0, 7.0]]), 3)
     >>> codes, step.astype(np.float32), low.astype(np.float32)
     (array([[0, 3, 1, 0, 0]], dtype=uint8), array([[1., 0.]], dtype=float32), array([[0., 7.]], dtype=float32))
@@ -34,6 +38,7 @@ def encode_groups(
     starts = np.arange(0, size, group_size)
     low = np.minimum.reduceat(values, starts, axis=-1).astype(BF16)
     high = np.maximum.reduceat(values, starts, axis=-1)
+    check_finite(high - low.astype(np.float32), "groups")
     step = ((high - low.astype(np.float32)) / np.float32(LEVELS)).astype(BF16)
     wide_low, wide_step = _spread(low, group_size, size), _spread(step, group_size, size)
     codes = np.clip(np.rint((values - wide_low) / np.where(wide_step > 0, wide_step, np.float32(np.inf))), 0, LEVELS)
@@ -58,3 +63,6 @@ def _spread(
 ) -> Float32[np.ndarray, "*lead size"]:
     """Repeat each group's number for its elements, in FP32."""
     return np.repeat(per_group.astype(np.float32), group_size, axis=-1)[..., offset : offset + size]
+
+
+explain_errors(globals())

@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int8, UInt8
 
+from quantwm_core.arguments import explain_errors
 from quantwm_core.errors import DtypeError, ShapeError
 
 CODES_PER_BYTE = 4
@@ -139,3 +140,6 @@ def unpack_nibbles(packed: UInt8[np.ndarray, "*lead packed"], numbers: int) -> I
         raise ShapeError(f"packed 4-bit integers: got shape {packed.shape}, need {nibble_size(numbers)} bytes")
     wide = np.stack([packed << 4, packed], axis=-1).view(np.int8) >> 4
     return wide.reshape(*packed.shape[:-1], packed.shape[-1] * NIBBLES_PER_BYTE)[..., :numbers]
+
+
+explain_errors(globals())

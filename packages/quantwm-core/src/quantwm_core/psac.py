@@ -24,7 +24,8 @@ import numpy as np
 from jaxtyping import BFloat16, Bool, Float32, Int8, Int32, UInt8
 
 from quantwm_core import packing
-from quantwm_core.domain import BF16, round_up
+from quantwm_core.arguments import explain_errors
+from quantwm_core.domain import BF16, check_finite, round_up
 from quantwm_core.errors import ParameterError, ShapeError
 
 COEFFICIENT_MAX = {4: 7, 8: 127}
@@ -118,6 +119,7 @@ def encode(
 
     Raises:
         ParameterError: See :func:`check_bits`.
+        DomainError: A number is NaN or infinite.
 
     >>> code = encode(
     ...     np.float32([[[1.0, 7.0], [-0.5, 0.0]]]),
@@ -131,6 +133,7 @@ def encode(
     coefficients = project(error, basis)
     most = COEFFICIENT_MAX[bits]
     largest = np.abs(coefficients).max(axis=-2)
+    check_finite(largest, "coefficients")
     if bits == 4:
         largest = np.minimum(largest, _clipping_point(coefficients, largest))
     scales = round_up(largest / np.float32(most), 8).astype(BF16)
@@ -138,6 +141,7 @@ def encode(
     ratio = coefficients / np.where(step > 0, step, np.float32(np.inf))
     steps = np.clip(np.rint(ratio), -most, most)
     if threshold > 0:
+        check_finite(energies, "energies")
         effect = np.abs(steps) * step * np.sqrt(energies / error.shape[-1])[..., None, :]
         steps = np.where(effect < threshold, np.float32(0), steps)
     whole = steps.astype(np.int8)
@@ -229,3 +233,6 @@ def _expand(code: PsacCode, tokens: int, rank: int) -> Int8[np.ndarray, "sparse 
     steps = np.zeros(bits.shape, np.int8)
     steps[bits] = code.values
     return steps.reshape(-1, tokens, rank)
+
+
+explain_errors(globals())

@@ -15,7 +15,8 @@ import numpy as np
 from jaxtyping import Float, Float32, UInt8
 
 from quantwm_core import affine, codebook
-from quantwm_core.domain import binary_exponent
+from quantwm_core.arguments import explain_errors
+from quantwm_core.domain import binary_exponent, check_finite
 
 
 def choose(
@@ -41,6 +42,7 @@ def choose(
 
     Raises:
         ParameterError: ``candidates`` is below 1 or the group size does not fit.
+        DomainError: A number is NaN or infinite.
 
     The second centroid is farther, but its residual spans 1.5 instead of 2:
 
@@ -58,6 +60,7 @@ def choose(
     exponent = binary_exponent(keys, centroids)
     points = np.ldexp(keys.astype(np.float32), -exponent)
     table = np.ldexp(centroids.astype(np.float32), -exponent)
+    check_finite(sensitivity, "sensitivity")
     weights = sensitivity.reshape(*sensitivity.shape[:-1], 1, groups, group_size).sum(axis=-1)
     best_cost = np.full(keys.shape[:-1], np.inf, np.float32)
     best = np.zeros(keys.shape[:-1], np.uint8)
@@ -70,3 +73,6 @@ def choose(
         best_cost = np.where(better, cost, best_cost)
         best = np.where(better, index.astype(np.uint8), best)
     return best
+
+
+explain_errors(globals())

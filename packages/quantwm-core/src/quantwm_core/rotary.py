@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Float32, Float64
 
+from quantwm_core.arguments import explain_errors
 from quantwm_core.errors import ParameterError, ShapeError
 from quantwm_core.statistics import QueryMoment, merge, second_moment
 from quantwm_core.stream import is_whole
@@ -167,3 +168,6 @@ def turned_moment(
     first = np.stack([both.real, rest.imag], axis=-1)
     second = np.stack([both.imag, -rest.real], axis=-1)
     return (np.stack([first, second], axis=-3).reshape(mean.shape) / 2).astype(np.float32)
+
+
+explain_errors(globals())

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 
 from quantwm_core import allocation, blocks, directions, transform
+from quantwm_core.arguments import explain_errors
 from quantwm_core.errors import ShapeError
 
 
@@ -54,3 +55,6 @@ def logits(
         made[place] = rotated @ levels.T + (grouped[place] @ arrays["means"][place].astype(np.float32))[:, None]
     scaled = made / np.float32(np.sqrt(channels))
     return scaled.reshape(*queries.shape[:3], stop - start)
+
+
+explain_errors(globals())

@@ -24,6 +24,8 @@ from jaxtyping import BFloat16, Float32
 
 from quantwm_core import affine, packing, scales, statistics
 from quantwm_core.affine import AffineCode
+from quantwm_core.arguments import explain_errors
+from quantwm_core.domain import check_finite
 
 DAMP = 0.2
 """Share of the identity in the metric, in units of the mean query energy of a channel."""
@@ -75,6 +77,9 @@ def refine(
         code: Its affine code, of any codes.
         matrix: What :func:`feedback` gives.
 
+    Raises:
+        DomainError: A number is NaN or infinite.
+
     The second channel makes up for the first one's error:
 
     >>> code = affine.encode(np.float32([[[0.4, 0.6, 0.0, 3.0]]]), 4)
@@ -83,6 +88,8 @@ def refine(
     >>> affine.decode(code), affine.decode(refine(np.float32([[[0.4, 0.2, 0.0, 3.0]]]), code, matrix))
     (array([[[0., 1., 0., 3.]]], dtype=float32), array([[[0., 1., 0., 3.]]], dtype=float32))
     """
+    check_finite(values, "values")
+    check_finite(matrix, "matrix")
     channels, groups = values.shape[-1], code.scales.shape[-1]
     size = channels // groups
     step = scales.decode(code.scales, code.super_scale)
@@ -98,3 +105,6 @@ def refine(
         codes[channel] = chosen
         wanted[channel + 1 :] -= np.moveaxis(matrix[..., channel, channel + 1 :], -1, 0)[..., None] * lost
     return replace(code, codes=packing.pack(np.moveaxis(codes, 0, -1)))
+
+
+explain_errors(globals())

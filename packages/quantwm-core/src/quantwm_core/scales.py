@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float, Float8e4m3fn, Float32
 
+from quantwm_core.arguments import explain_errors
 from quantwm_core.domain import E4M3
 from quantwm_core.errors import DomainError
 
@@ -83,3 +84,6 @@ def decode(
     array([[[224. ,   0.5]]], dtype=float32)
     """
     return scales.astype(np.float32) * super_scale[..., None, None]
+
+
+explain_errors(globals())

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import BFloat16, Float, Float32
 
-from quantwm_core.domain import BF16, binary_exponent, to_bf16
+from quantwm_core.arguments import explain_errors
+from quantwm_core.domain import BF16, binary_exponent, check_finite, to_bf16
 from quantwm_core.errors import DomainError, ParameterError, ShapeError
 
 ROUNDING = 1e-5
@@ -154,6 +155,7 @@ def sensitivity(mean: Float32[np.ndarray, "*streams channels channels"]) -> Floa
     array([[0.5, 1.5]], dtype=float32)
     """
     diagonal = np.diagonal(mean, axis1=-2, axis2=-1)
+    check_finite(diagonal, "query moment")
     average = _average(mean)[..., None]
     return np.where(average > 0, diagonal / np.where(average > 0, average, np.float32(1)), np.float32(1))
 
@@ -167,6 +169,7 @@ def normalised(
     array([[1., 0.],
            [0., 1.]], dtype=float32)
     """
+    check_finite(mean, "query moment")
     average = _average(mean)[..., None, None]
     identity = np.eye(mean.shape[-1], dtype=np.float32)
     return np.where(average > 0, mean / np.where(average > 0, average, np.float32(1)), identity)
@@ -204,4 +207,9 @@ def principal_basis(
 
 def _average(mean: Float32[np.ndarray, "*streams channels channels"]) -> Float32[np.ndarray, "*streams"]:
     """``mean_j M_jj``; summed in FP64, because the sum of 256 squares of 2**60 passes FP32's range."""
+    if mean.ndim < 2 or mean.shape[-1] != mean.shape[-2] or not mean.size:
+        raise ShapeError(f"query moment: got shape {mean.shape}, need [..., D, D], not empty")
     return np.asarray(np.diagonal(mean, axis1=-2, axis2=-1).mean(axis=-1, dtype=np.float64), np.float32)
+
+
+explain_errors(globals())

@@ -13,7 +13,8 @@ from jaxtyping import Float8e4m3fn, Float32, UInt8
 
 from quantwm_core import packing
 from quantwm_core.affine import check_group_size
-from quantwm_core.domain import E4M3
+from quantwm_core.arguments import explain_errors
+from quantwm_core.domain import E4M3, check_finite
 from quantwm_core.scales import E4M3_MAX
 
 
@@ -35,6 +36,7 @@ def encode(values: Float32[np.ndarray, "*streams tokens channels"], group_size: 
 
     Raises:
         ParameterError: ``group_size`` does not fit the channels.
+        DomainError: A value is NaN or infinite.
 
     >>> packing.unpack(encode(np.float32([[[-2.0, 0.1, 2.0, 0.9]]]), 4).codes, 4)
     array([[[0, 1, 2, 1]]], dtype=uint8)
@@ -42,6 +44,7 @@ def encode(values: Float32[np.ndarray, "*streams tokens channels"], group_size: 
     groups = check_group_size(values.shape[-1], group_size)
     grouped = values.reshape(*values.shape[:-1], groups, group_size)
     largest = np.abs(grouped).max(axis=-1)
+    check_finite(largest, "groups")
     stored = np.minimum(largest, np.float32(E4M3_MAX)).astype(E4M3)
     step = stored.astype(np.float32)[..., None]
     levels = np.clip(np.rint(grouped / np.where(step > 0, step, np.float32(np.inf))), -1, 1)
@@ -61,3 +64,6 @@ def decode(
     codes = packing.unpack(code.codes[..., start:stop, :], channels)
     levels = (codes.view(np.int8) - 1).astype(np.float32).reshape(*stored.shape, channels // stored.shape[-1])
     return (levels * stored[..., None]).reshape(codes.shape)
+
+
+explain_errors(globals())

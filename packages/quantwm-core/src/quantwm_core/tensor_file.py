@@ -18,6 +18,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from quantwm_core.arguments import explain_errors
 from quantwm_core.domain import BF16, E4M3
 from quantwm_core.errors import DtypeError, FormatError
 
@@ -148,3 +149,6 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+explain_errors(globals())

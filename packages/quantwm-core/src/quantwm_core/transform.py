@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import BFloat16, Float32, Float64, UInt8
 
 from quantwm_core import allocation, basis, blocks, directions
+from quantwm_core.arguments import explain_errors
 from quantwm_core.basis import Basis
 from quantwm_core.chunk import SealedTensor
 from quantwm_core.domain import BF16
@@ -182,3 +183,6 @@ def tiles_of(start: int, stop: int) -> tuple[int, int]:
     (0, 128)
     """
     return start // TILE * TILE, -(-stop // TILE) * TILE
+
+
+explain_errors(globals())

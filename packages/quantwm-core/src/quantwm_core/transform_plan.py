@@ -13,6 +13,7 @@ from jaxtyping import BFloat16, Float64, Int64, UInt8
 
 from quantwm_core import allocation, basis
 from quantwm_core.allocation import BLOCK
+from quantwm_core.arguments import explain_errors
 from quantwm_core.basis import Basis
 from quantwm_core.domain import BF16, binary_exponent
 
@@ -172,3 +173,6 @@ def _rate(coded: Sequence[Plan]) -> float:
 
 def _by_block(energies: Float64[np.ndarray, " directions"]) -> Float64[np.ndarray, " blocks"]:
     return energies.reshape(-1, BLOCK).sum(axis=1)
+
+
+explain_errors(globals())
