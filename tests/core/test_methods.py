@@ -87,6 +87,45 @@ def test_bytes_by_formula_are_bytes_stored(
         assert sealed.nbytes == formula
 
 
+MISFITS = [
+    *((Variant(name, {}), channels) for name in methods.names() for channels in (2, 6, 12, 80)),
+    *((Variant("quantwm", {"rank": rank}), 16) for rank in (16, 17, 10**9)),
+    *(
+        (Variant(name, {"group_size": 12}), channels)
+        for name in ("quantwm", "qvg", "rtn", "oscar")
+        for channels in (16, 24)
+    ),
+    *((Variant("klt", {"bits": 0.5}), channels) for channels in (24, 32)),
+]
+
+
+@KIND
+@pytest.mark.parametrize(("variant", "channels"), MISFITS, ids=str)
+def test_the_formula_refuses_the_channels_that_sealing_refuses(kind: Kind, variant: Variant, channels: int) -> None:
+    method, answers = variant.make(), []
+    for call in (
+        lambda: method.seal(kind, _unit((1, 1, 16, channels))),
+        lambda: method.nbytes(kind, (1, 1, 1, channels), True),
+        lambda: method.nbytes(kind, (1, 1, 1, channels), False),
+    ):
+        try:
+            call()
+        except (ParameterError, ShapeError) as error:
+            answers.append(str(error))
+        else:
+            answers.append("")
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_channels_of_keys_and_of_values_are_looked_at() -> None:
+    chosen = scheme("quantwm", values="klt", rank=20)
+    chosen.check_channels(32, 16)
+    with pytest.raises(ParameterError, match="quantwm rank 20: need at most 16, the head dimension"):
+        chosen.check_channels(16, 16)
+    with pytest.raises(ShapeError, match="head dimension 12: a transform code needs a multiple of 8"):
+        chosen.check_channels(32, 12)
+
+
 def test_bytes_by_formula_are_bytes_stored_at_the_papers_shape() -> None:
     shape = (1, 1, 4680, 128)
     chosen = scheme("quantwm", preset="paper")

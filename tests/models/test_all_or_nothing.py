@@ -201,9 +201,9 @@ def test_a_chunk_that_the_window_cannot_hold() -> None:
 
 def test_head_sizes_that_groups_do_not_divide() -> None:
     cache = LayerCache("quantwm", layer=5)
-    cache.append(*chunk(0, channels=18))
-    with pytest.raises(ShapeError, match="layer 5: chunk 0: head dimension 18"):
-        cache.seal()
+    with pytest.raises(ShapeError, match="layer 5: head dimension 18"):
+        cache.append(*chunk(0, channels=18))
+    assert cache.tokens == 0
 
 
 def test_settings_that_make_no_sense() -> None:

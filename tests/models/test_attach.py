@@ -415,6 +415,23 @@ def test_wrong_settings_change_nothing() -> None:
     assert vars(pipeline) == before
 
 
+@pytest.mark.parametrize("settings", [{"rank": 10**9}, {"group_size": 12}])
+def test_settings_that_no_head_of_the_host_fits_are_refused_before_its_first_chunk(settings: dict[str, Any]) -> None:
+    pipeline = Pipeline(Settings())
+    expected, seen = bits(pipeline.inference(1, 2)), list[int]()
+    pipeline.after_chunk = seen.append
+    before = vars(pipeline).copy()
+    with attach(pipeline, "quantwm", adapter=ADAPTER, **settings) as attachment:
+        with pytest.raises(
+            ParameterError, match=r"layer 0: (quantwm rank 10+: need at most 16|group size 12 does not fit)"
+        ):
+            pipeline.inference(1, 2)
+        assert [cache.tokens for cache in attachment.caches] == [0]
+    assert not seen
+    assert vars(pipeline) == before
+    assert bits(pipeline.inference(1, 2)) == expected
+
+
 def careless(undo: object = None) -> Any:
     """An adapter as an object, whose ``attach`` returns ``undo`` or, if that is an error, raises it."""
 

@@ -1,6 +1,6 @@
 """What a cache gives back, holds and reports."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jaxtyping
@@ -511,6 +511,17 @@ def test_a_unit_is_sealed_in_the_frame_of_its_keys() -> None:
     assert pasts[0] is not None
     assert pasts[1] is not None
     assert bits(pasts[0].mean) == bits(pasts[1].mean)
+
+
+@pytest.mark.parametrize("begin", [LayerCache.append, LayerCache.restart])
+def test_a_first_chunk_of_heads_that_the_scheme_cannot_store_is_refused(begin: Callable[..., None]) -> None:
+    cache = LayerCache("quantwm", layer=3, rank=17)
+    before = snapshot(cache)
+    with pytest.raises(ParameterError, match="layer 3: quantwm rank 17: need at most 16, the head dimension"):
+        begin(cache, *chunk(0))
+    assert snapshot(cache) == before
+    begin(cache, *chunk(0, channels=20))
+    assert cache.tokens == 16
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 8, 16), (2, 2, 8, 16), (1, 2, 8, 32)])

@@ -84,6 +84,9 @@ class Method(Protocol):
         """Bytes by formula, shared arrays included; ``first``: no query statistics yet.
 
         Where the size depends on the content, the largest possible: parts that may be stored sparse count as dense.
+
+        Raises:
+            ParameterError, ShapeError: :meth:`seal` would refuse so many channels; caches ask before a video begins.
         """
 
 
@@ -131,6 +134,20 @@ class Scheme:
     def warm_starts(self) -> bool:
         """Whether either method begins with what the unit before was sealed with, a parameter called ``warm_start``."""
         return any(getattr(method, "warm_start", False) for method in (self.keys, self.values))
+
+    def check_channels(self, key_channels: int, value_channels: int) -> None:
+        """Raise what sealing would, where a method cannot store heads of so many channels.
+
+        Raises:
+            ParameterError, ShapeError: A setting, or the method, does not fit the head dimension.
+
+        >>> scheme("quantwm", rank=100).check_channels(64, 64)
+        Traceback (most recent call last):
+        ...
+        quantwm_core.errors.ParameterError: quantwm rank 100: need at most 64, the head dimension
+        """
+        self.keys.nbytes("keys", (1, 1, 1, key_channels), first=False)
+        self.values.nbytes("values", (1, 1, 1, value_channels), first=False)
 
     def check_turning(self, turning: Turning | None) -> None:
         """Raise :class:`ParameterError` for what is no turning, or where one is needed to look ahead and nobody gives it."""

@@ -118,6 +118,7 @@ class LayerCache(Answering):
 
         Raises:
             ShapeError, DtypeError: The tensors do not fit each other, or the chunks or queries before.
+            ParameterError: The first chunk has heads that the scheme cannot store: a ``rank`` or a ``group_size`` does not fit.
             RangeError: The chunk is longer than the window allows.
             DomainError: An older chunk that is due holds NaN, Inf or numbers beyond 2**60. On a GPU the call after this one may
                 be the one that raises it, of whichever layer shares the workspace; the cache at fault, which the message
@@ -129,6 +130,7 @@ class LayerCache(Answering):
         with self._located:
             exact_keys, exact_values, geometry = exact_chunk(keys, values, self._geometry, copy=copy)
             if self._geometry is None:
+                self.scheme.check_channels(geometry.key_channels, geometry.value_channels)
                 self._learning.check_foreseen(self._contents, geometry)
             self._commit(self._contents.append(exact_keys, exact_values), geometry)
 
@@ -147,6 +149,7 @@ class LayerCache(Answering):
         self.workspace.confirm()
         with self._located:
             exact_keys, exact_values, geometry = exact_chunk(keys, values, None, copy=copy)
+            self.scheme.check_channels(geometry.key_channels, geometry.value_channels)
             begun = self._nothing().append(exact_keys, exact_values)
             self.clear()
             self._commit(begun, geometry)

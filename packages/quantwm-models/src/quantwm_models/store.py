@@ -19,7 +19,7 @@ from quantwm_core.stream import Span
 from quantwm_kernels.bridge import check_detached
 from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
-from quantwm_models.errors import HostAttributeError, HostError
+from quantwm_models.errors import HostAttributeError, HostError, located
 from quantwm_models.geometry import Geometry
 from quantwm_models.halves import Halves, Roll, Write
 from quantwm_models.handle import OPERATORS, SUPPORTED, Handle, Sized, name_of
@@ -160,10 +160,16 @@ def pair(
         dtype: Number format that the host expects to read.
         device: Where.
         value_shape: Shape of the value tensor, if it differs.
+
+    Raises:
+        ShapeError: A shape is of another rank, or of heads that the cache's method is not for.
+        ParameterError: A setting of the cache's scheme does not fit the heads.
     """
     halves, sizes, where = Halves(cache), torch.Size(shape), torch.device(device)
     keys = Store(halves, "keys", sizes, dtype, where)
     values = Store(halves, "values", sizes if value_shape is None else value_shape, dtype, where)
+    with located(f"layer {cache.layer}"):
+        cache.scheme.check_channels(keys.shape[3], values.shape[3])
     cache.expected = Geometry(sizes[0], sizes[2], sizes[3], values.shape[3], where)
     return keys, values
 

@@ -111,6 +111,7 @@ class Oscar:
     def nbytes(self, kind: Kind, shape: tuple[int, int, int, int], first: bool) -> int:
         """Codes, scale and minimum of every group, and the rotation."""
         batch, heads, tokens, channels = shape
+        check_channels(channels, self.name)
         groups = -(-channels // (self.group_size or channels))
         own = tokens * (packing.packed_size(channels) + 4 * groups)
         return batch * heads * (own + channels * (channels + 2) + 2)
