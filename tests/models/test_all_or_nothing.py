@@ -21,7 +21,11 @@ from quantwm_core.errors import (
 )
 from quantwm_core.method import scheme
 from quantwm_models import LayerCache
-from tests.models.chunks import chunk, fill, normal, snapshot
+from quantwm_models.attention_hook import Replacement
+from quantwm_models.rebuilt import Sealed
+from quantwm_models.rebuilt_layer import RebuiltLayer, Seen
+from tests.models.chunks import bits, chunk, fill, normal, snapshot
+from tests.models.hy_world_host import CHANNELS, FRAME, apply_rotary_emb, prope_qkv, scene
 
 
 def spoiled(kind: str, value: float, tokens: int = 16) -> tuple[Tensor, Tensor]:
@@ -215,3 +219,43 @@ def test_settings_that_make_no_sense() -> None:
         LayerCache(scheme("rtn"), rank=4)
     with pytest.raises(ParameterError, match="window 4"):
         LayerCache("rtn", sink=4, window=4)
+
+
+class TwoKinds:
+    """A layer that stores one stream, as its block builds a history of two frames."""
+
+    def __init__(self) -> None:
+        self.seen = [Seen(prope_qkv), Seen(apply_rotary_emb)]
+        self.cache = LayerCache("quantwm", layer=6, iterations=1)
+        self.layer = RebuiltLayer(lambda _: self.cache, Replacement(prope_qkv), self.seen)
+
+    def build(self, first_frame: int, *, spoiled: float | None = None) -> tuple[Sealed, Sealed]:
+        """The history that begins with a frame, by whose place both kinds are derived."""
+        place = scene(torch.arange(2) + first_frame)
+        keys, values = normal(2, 1, 2, 2 * FRAME, CHANNELS, seed=first_frame)
+        if spoiled is not None:
+            keys[0, 1, 3, 2] = spoiled
+        self.layer.enter(None, (), {})
+        try:
+            _, *projected, _ = self.seen[0](keys, keys, values, viewmats=place.views)
+            by_token = keys.transpose(1, 2)
+            roped = self.seen[1](by_token, by_token, place.rotation)[1].transpose(1, 2)
+            both = (torch.cat(pair, dim=-1) for pair in zip((roped, values), projected, strict=True))
+            return self.layer.build(self.cache, *both)
+        finally:
+            self.layer.leave(None, (), {}, None)
+
+
+# Of NaN neither kind is derived; the other can be, and is what no unit holds.
+@pytest.mark.parametrize("spoiled", [float("nan"), 2.0**61])
+def test_a_history_of_one_stream_is_read_as_before_when_the_next_is_refused(spoiled: float) -> None:
+    host = TwoKinds()
+    history = host.build(0)
+    assert host.cache.chunks[0].keys.shape[3] == CHANNELS, "one stream is stored"
+    before = [bits(each) for each in host.layer.read(*history)]
+    frame, held = host.cache.key_frame, snapshot(host.cache)
+    with pytest.raises(DomainError, match=r"^layer 6: chunk 0: keys"):
+        host.build(5, spoiled=spoiled)
+    assert snapshot(host.cache) == held
+    assert host.cache.key_frame is frame
+    assert [bits(each) for each in host.layer.read(*history)] == before

@@ -18,6 +18,7 @@ from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
 from quantwm_models.observer import Shown
 from quantwm_models.rebuilt import Sealed, rebuild
+from quantwm_models.settling import KeyFrame
 from quantwm_models.two_kinds import Transforms, stored_once
 
 
@@ -78,13 +79,17 @@ class RebuiltLayer:
             each.watching.pop()
 
     def build(self, cache: LayerCache, keys: Tensor, values: Tensor) -> tuple[Sealed, Sealed]:
-        """Seal a cache of both kinds, ``[B, H, N, 2 D]``."""
-        stored = self._once(cache, keys, values)
-        if stored is None:
-            self.transforms.pop(cache, None)
-            cache.key_frame = None
-        keys, values = (keys, values) if stored is None else stored
-        return rebuild(cache, keys, values, None, [keys.shape[2]])
+        """Seal a cache of both kinds, ``[B, H, N, 2 D]``.
+
+        Raises:
+            QuantWMError: It cannot be sealed; the history of before is still there, and read as it was.
+        """
+        with self._transforms_kept(cache):
+            stored = self._once(cache, keys, values)
+            if stored is None:
+                self._transform(cache, None, None)
+            keys, values = (keys, values) if stored is None else stored
+            return rebuild(cache, keys, values, None, [keys.shape[2]])
 
     def read(self, keys: Sealed, values: Sealed) -> tuple[Tensor, Tensor]:
         """A cache of both kinds, ``[B, H, N, 2 D]``."""
@@ -117,9 +122,27 @@ class RebuiltLayer:
         angles = None if stored is None else transforms.angles(stored[0].to(raw[0].dtype))
         if angles is None:
             return None
-        self.transforms[cache] = transforms
-        cache.key_frame = lambda moment, span: transforms.frame(moment, angles[slice(*span)])
+        self._transform(cache, transforms, lambda moment, span: transforms.frame(moment, angles[slice(*span)]))
         return stored
+
+    def _transform(self, cache: LayerCache, transforms: Transforms | None, frame: KeyFrame | None) -> None:
+        """Derive both kinds by these transforms from now on, or take what is stored for both."""
+        if transforms is None:
+            self.transforms.pop(cache, None)
+        else:
+            self.transforms[cache] = transforms
+        cache.key_frame = frame
+
+    @contextmanager
+    def _transforms_kept(self, cache: LayerCache) -> Iterator[None]:
+        """Leave a history its transforms where no other takes its place; observers are told when one has."""
+        version, transforms, frame = cache.version, self.transforms.get(cache), cache.key_frame
+        try:
+            yield
+        except BaseException:
+            if cache.version == version:
+                self._transform(cache, transforms, frame)
+            raise
 
     def rotation_of(self, calls: Sequence[Any], tokens: int) -> Callable[[Tensor], Tensor] | None:
         """How the host rotated the keys of so many tokens, if that is known: the 8B model's function, called as it was."""
