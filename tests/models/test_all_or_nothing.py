@@ -20,7 +20,7 @@ from quantwm_core.errors import (
     UnknownNameError,
 )
 from quantwm_core.method import scheme
-from quantwm_models import LayerCache
+from quantwm_models import CacheObserver, LayerCache
 from quantwm_models.attention_hook import Replacement
 from quantwm_models.rebuilt import Sealed
 from quantwm_models.rebuilt_layer import RebuiltLayer, Seen
@@ -259,3 +259,50 @@ def test_a_history_of_one_stream_is_read_as_before_when_the_next_is_refused(spoi
     assert snapshot(host.cache) == held
     assert host.cache.key_frame is frame
     assert [bits(each) for each in host.layer.read(*history)] == before
+
+
+class ObserverError(Exception):
+    """Something goes wrong in one who looks on."""
+
+
+class Failing(CacheObserver):
+    """Fails when tokens are gone."""
+
+    def evicted(self, cache: LayerCache, start: int, stop: int) -> None:
+        raise ObserverError
+
+
+@pytest.mark.parametrize("method", ["quantwm", "bf16"])
+@pytest.mark.parametrize("anew", ["restart", "rebuild"])
+def test_what_begins_anew_is_held_though_an_observer_failed(method: str, anew: str) -> None:
+    cache, expected = (
+        LayerCache(method, iterations=1) if method == "quantwm" else LayerCache(method) for _ in range(2)
+    )
+    for each in (cache, expected):
+        fill(each, 3)
+    cache.observers.append(Failing())
+    keys, values = chunk(7, 32)
+    calls: dict[str, Callable[[LayerCache], None]] = {
+        "restart": lambda each: each.restart(keys, values),
+        "rebuild": lambda each: each.rebuild(keys, values, None, [16, 16]),
+    }
+    with pytest.raises(ObserverError):
+        calls[anew](cache)
+    calls[anew](expected)
+    assert cache.stream == expected.stream
+    assert [bits(each) for each in cache.read()] == [bits(each) for each in expected.read()]
+    cache.observers.clear()
+    for each in (cache, expected):
+        fill(each, 2)
+    assert [bits(each) for each in cache.read()] == [bits(each) for each in expected.read()]
+
+
+def test_a_history_that_took_the_place_is_derived_as_it_was_made_though_an_observer_failed() -> None:
+    host, kinds = TwoKinds(), TwoKinds()
+    host.build(0)
+    host.cache.observers.append(Failing())
+    with pytest.raises(ObserverError):
+        host.build(5)
+    expected = kinds.layer.read(*kinds.build(5))
+    stored = host.cache.read()
+    assert [bits(each) for each in host.layer.both(host.cache, *stored)] == [bits(each) for each in expected]

@@ -150,9 +150,7 @@ class LayerCache(Answering):
         with self._located:
             exact_keys, exact_values, geometry = exact_chunk(keys, values, None, copy=copy)
             self.scheme.check_channels(geometry.key_channels, geometry.value_channels)
-            begun = self._nothing().append(exact_keys, exact_values)
-            self.clear()
-            self._commit(begun, geometry)
+            self.hold(self._nothing().append(exact_keys, exact_values), geometry)
 
     def rebuild(
         self,
@@ -184,8 +182,7 @@ class LayerCache(Answering):
             made = history.contents.owned()
             if history.geometry is not None:
                 made = self._moved(made, self.offload, history.geometry.device)
-            self.rewind()
-            self._commit(made, history.geometry)
+            self.hold(made, history.geometry)
             for each in history.heard:
                 self._tell(*each)
 

@@ -19,7 +19,8 @@ class CacheObserver:
     """What a cache tells those who look on; override what is of interest.
 
     Tensors are lent: BF16, valid during the call, not to be written. An exception passes through to the caller of the
-    cache, whose state has changed already.
+    cache, whose state has changed already. A call that begins anew, as ``restart()`` and ``rebuild()`` do, tells first that the
+    tokens of before are gone; one that goes on tells first of what it sealed.
     """
 
     def sealed(self, cache: LayerCache, chunk: SealedChunk, keys: Tensor, values: Tensor) -> None:
