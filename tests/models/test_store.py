@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -180,6 +182,28 @@ def test_open_negative_and_excessive_bounds_mean_what_they_mean_for_a_tensor() -
     assert keys[:, 20:10].shape == (1, 0, 2, 16)
 
 
+PARTS = st.sampled_from([slice(None), slice(0, 1), slice(0, 2), slice(3, 40), Ellipsis])
+
+
+@given(st.lists(PARTS, max_size=6).map(tuple))
+def test_an_index_means_what_it_means_for_a_tensor_or_is_refused(key: Any) -> None:
+    keys, _, _ = full(chunks=4)
+    whole = keys[:, :].tensor()
+    try:
+        handle = keys[key]
+    except HostError:
+        return
+    assert torch.equal(handle.tensor(), whole[key])
+
+
+@pytest.mark.parametrize(
+    "key", [(..., slice(3, 9), slice(None), slice(None)), (slice(None), slice(3, 9), ..., slice(None))]
+)
+def test_an_ellipsis_may_stand_for_what_is_taken_whole(key: Any) -> None:
+    keys, _, _ = full(chunks=4)
+    assert torch.equal(keys[key].tensor(), keys[:, :].tensor()[key])
+
+
 def test_a_roll_evicts_without_moving_or_sealing_again() -> None:
     keys, values, cache = full("rtn", chunks=4)
     before = [unit.keys.arrays["codes"].data_ptr() for unit in cache.chunks]
@@ -245,7 +269,15 @@ def test_a_part_of_a_range_is_a_range() -> None:
         assert isinstance(smaller, Handle)
         assert torch.equal(smaller.tensor(), tensor[:, part])
         assert smaller.shape == tensor[:, part].shape
-    for other in ((0,), (slice(None), 3), (slice(None), slice(0, 8, 2)), (0, slice(0, 8)), (..., slice(0, 3))):
+    for other in (
+        (0,),
+        (slice(None), 3),
+        (slice(None), slice(0, 8, 2)),
+        (0, slice(0, 8)),
+        (..., slice(0, 3)),
+        (np.array([0, 0]), slice(0, 3)),
+        ([0, 0], slice(0, 3)),
+    ):
         assert torch.equal(handle[other], tensor[other])
     clone = handle.clone()
     stale = clone[:, :4]
@@ -380,7 +412,11 @@ def set_index(index: object, value: object) -> Callable[[Store, Store], object]:
     "index",
     [0, slice(0, 1), (slice(None), 3), (0, slice(0, 4)), (slice(None), slice(0, 8, 2)), (slice(None), slice(0, 4), 1),
      (slice(None), torch.arange(4)), (slice(None), slice(0.0, 4.0)), (slice(None), None), Ellipsis,
-     (slice(None), slice(torch.arange(2), 4)), "k", ()],
+     (slice(None), slice(torch.arange(2), 4)), "k", (), (...,), (..., slice(0, 4)), (..., slice(0, 1), slice(None)),
+     (slice(0, 1), ..., slice(None)), (..., slice(0, 4), ...), (slice(None), slice(0, 4), ..., ...), (slice(None),) * 5,
+     (np.zeros(2, int), slice(0, 4)), (slice(None), slice(0, 4), np.arange(2)), (slice(None), np.arange(4)),
+     (slice(np.arange(2), None), slice(0, 4)), (slice(None), slice(0, 4, np.ones(2, int))), (slice(None), slice(0, 4, 0)),
+     ([0, 0], slice(0, 4)), (slice(None), [0, 1]), (True, slice(0, 4)), (slice(None), slice(0, 4), False), [0], True],
 )  # fmt: skip
 def test_other_indices_are_refused(index: object) -> None:
     refused(lambda keys, _: keys[index], HostError, SUPPORTED)

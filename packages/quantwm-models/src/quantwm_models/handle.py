@@ -138,7 +138,7 @@ class Handle(Sized):
         """A part of the range, nothing read yet, where only tokens are chosen: ``[:, a:b]``; otherwise a tensor."""
         parts: Any = key if isinstance(key, tuple) and len(key) == 2 else (None, None)
         rows, tokens = parts
-        part = rows == slice(None) and isinstance(tokens, slice) and tokens.step in (None, 1)
+        part = takes_all(rows) and isinstance(tokens, slice) and tokens.step in (None, 1)
         if not part or self.changed or self.turned:
             return self.tensor()[key]  # type: ignore[index]  # a tensor judges its own index
         start, stop, _ = tokens.indices(self.slots.tokens)
@@ -251,6 +251,15 @@ def whole(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: whole(item) for key, item in value.items()}
     return value
+
+
+def takes_all(part: object) -> bool:
+    """Whether a part of an index is ``:``; arrays and tensors would answer ``==`` for each of their numbers.
+
+    >>> takes_all(slice(None)), takes_all(slice(0, None)), takes_all(torch.arange(2))
+    (True, False, False)
+    """
+    return isinstance(part, slice) and part.start is part.stop is part.step is None
 
 
 def name_of(func: Callable[..., Any]) -> str:

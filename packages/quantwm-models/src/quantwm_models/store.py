@@ -22,9 +22,7 @@ from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostAttributeError, HostError, located
 from quantwm_models.geometry import Geometry
 from quantwm_models.halves import Halves, Roll, Write
-from quantwm_models.handle import OPERATORS, SUPPORTED, Handle, Sized, name_of
-
-_ALL = slice(None)
+from quantwm_models.handle import OPERATORS, SUPPORTED, Handle, Sized, name_of, takes_all
 
 
 class Store(Sized):
@@ -134,15 +132,27 @@ class Store(Sized):
 
     def _slots(self, key: object) -> Span:
         """Slots that an index names."""
-        first, wanted, *others = key if isinstance(key, tuple) and 2 <= len(key) <= 4 else (key, None)
-        whole = all(part == _ALL or part is Ellipsis for part in (first, *others))
-        if not isinstance(wanted, slice) or wanted.step not in (None, 1) or not whole:
+        parts = key if isinstance(key, tuple) and len(key) > 1 else (key, None)
+        if len(parts) > 2 or parts[0] is Ellipsis:
+            parts = _spelled_out(parts)
+        first, wanted, *others = parts
+        if len(others) > 2 or not (isinstance(wanted, slice) and takes_all(first) and all(map(takes_all, others))):
             raise HostError(f"{self}: index {key!r}; {SUPPORTED}")
         try:
-            start, stop, _ = wanted.indices(self.shape[1])  # which takes whatever has an index, tensors of one too
-        except TypeError as error:
+            start, stop, step = wanted.indices(self.shape[1])  # which takes whatever has an index, tensors of one too
+        except (TypeError, ValueError) as error:
             raise HostError(f"{self}: index {key!r}; bounds must be integers or tensors of one; {SUPPORTED}") from error
+        if step != 1:
+            raise HostError(f"{self}: index {key!r}; {SUPPORTED}")
         return Span(start, max(start, stop))
+
+
+def _spelled_out(parts: tuple[object, ...]) -> tuple[object, ...]:
+    """An index of four dimensions, its Ellipsis written as the slices that it stands for."""
+    place = next((place for place, part in enumerate(parts) if part is Ellipsis), None)
+    if place is None:
+        return parts
+    return (*parts[:place], *(slice(None),) * (5 - len(parts)), *parts[place + 1 :])
 
 
 def pair(
