@@ -221,6 +221,25 @@ def test_an_exception_in_the_host_leaves_no_patch(reuse: bool) -> None:
     assert pipeline.inference(1, 6).isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "leave", [Attachment.detach, lambda each: each.__exit__(None, None, None)], ids=["detach", "block"]
+)
+def test_a_gpu_that_fails_leaves_no_patch(leave: Callable[[Attachment], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> None:
+        raise HostFailureError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(sys.modules[Attachment.__module__], "forget_recordings", failing)
+    pipeline = Pipeline(Settings())
+    before = vars(pipeline).copy()
+    attachment = attach(pipeline, "quantwm", adapter=ADAPTER)
+    with pytest.raises(HostFailureError, match="illegal memory access") as caught:
+        leave(attachment)
+    assert caught.value.__traceback__ is not None  # what it refers to is still alive, and undid nothing by going
+    assert vars(pipeline) == before
+    assert rolling_host.attention is ORIGINAL
+    assert attachment.detached
+
+
 def test_a_video_after_a_failed_one_is_unharmed() -> None:
     pipeline = Pipeline(Settings(reuse=True))
     with attach(pipeline, "quantwm", adapter=ADAPTER):

@@ -80,8 +80,10 @@ class Attachment:
         if self._undo is not None:
             undo, self._undo = self._undo, None
             self.detached = True
-            forget_recordings()
-            undo()
+            try:
+                forget_recordings()  # which waits for the GPU, and so may raise what went wrong there
+            finally:
+                undo()
 
     def _confirm(self) -> None:
         for cache in self.caches:
