@@ -463,6 +463,8 @@ REFUSED: list[tuple[Callable[[Store, Store], object], type[QuantWMError], str]] 
      StateError, "a write to slots 48 to 64 with its keys and a write to slots 48 to 60 with its values"),
     (lambda k, v: (put(k, 0, 32, k[:, 16:48].clone()), put(v, 48, 64, tokens(0))),
      StateError, "a move of slots 16 to 48 to 0 to 32 with its keys"),
+    (lambda k, v: (put(k, 0, 16, k[:, 16:32].clone()), put(k, 48, 64, tokens(0)), put(v, 0, 16, v[:, 16:32].clone())),
+     RangeError, r"up to the newest \(48\)"),
     (lambda k, _: [put(k, 48, 64, tokens(0)) for _each in range(3)], StateError, "without the other half"),
     (lambda k, _: k[:, 40:60].tensor(), RangeError, "window tokens 40 to 60"),
     (lambda k, v: read_pair(k[:, 0:8], v[:, 0:9]), StateError, "not the two halves of one range"),
@@ -485,6 +487,7 @@ def test_a_refused_call_leaves_no_half_behind(
     keys, values, cache = full()
     with pytest.raises(error):
         call(keys, values)
+    assert not cache.half_written
     write(keys, values, 48, 3)
     assert cache.tokens == 64
     assert torch.equal(keys[:, 48:64].tensor(), tokens(3))

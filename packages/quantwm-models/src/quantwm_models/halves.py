@@ -74,7 +74,7 @@ class Halves:
 
         Raises:
             StateError: The other half did something else, or stays behind.
-            QuantWMError: The cache refuses the operation; both halves of it are dropped then.
+            QuantWMError: The cache refuses the operation; both halves of it are dropped then, and what waits behind it.
         """
         waiting = self._waiting
         waiting[kind].append(operation)
@@ -88,7 +88,11 @@ class Halves:
         if all(waiting.values()):
             keys, values = waiting["keys"].popleft(), waiting["values"].popleft()
             self.cache.half_written = any(waiting.values())
-            self._carry_out(keys, values)
+            try:
+                self._carry_out(keys, values)
+            except BaseException:
+                self.drop()
+                raise
 
     def _carry_out(self, keys: Roll | Write, values: Roll | Write) -> None:
         if isinstance(keys, Roll) and keys == values:
@@ -96,7 +100,6 @@ class Halves:
         elif isinstance(keys, Write) and isinstance(values, Write) and keys.place == values.place:
             self._write(keys.place, keys.tensor, values.tensor)
         else:
-            self.drop()
             raise StateError(
                 f"layer {self.cache.layer}: the host did {_brief(keys)} with its keys and {_brief(values)} with its "
                 "values; the store serves hosts that treat both alike"
