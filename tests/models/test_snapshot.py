@@ -86,6 +86,15 @@ def test_any_state_can_be_saved_and_is_saved_again_as_the_same_bytes(tmp_path: P
         assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes(), name
 
 
+def test_keys_and_values_that_lie_in_one_memory_stay_apart(tmp_path: Path) -> None:
+    (cache,), (resumed,) = layers("bf16", count=1), layers("bf16", count=1)
+    square = normal(1, 16, 16, 16)
+    cache.append(square, square.transpose(1, 2), copy=False)
+    snapshot.save(cache, tmp_path / "world")
+    snapshot.load(resumed, tmp_path / "world")
+    assert [bits(each) for each in resumed.read()] == [bits(square), bits(square.transpose(1, 2))]
+
+
 def test_a_world_branches(tmp_path: Path) -> None:
     trunk, one, other = (layers(window=64) for _ in range(3))
     go_on(trunk, 0, 4)

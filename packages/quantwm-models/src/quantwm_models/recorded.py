@@ -79,7 +79,7 @@ class Recorder:
 
     def _put(self, name: str, tensor: Tensor) -> str:
         """What a tensor is called in the file."""
-        identity = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape)
+        identity = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         known = self._names.setdefault(identity, self.prefix + name)
         self.tensors[known] = tensor
         return known
