@@ -189,6 +189,20 @@ def test_queries_of_an_unattached_pipeline_do_not_reach_the_statistics() -> None
         assert attachment.caches[0].queries is known
 
 
+def test_queries_do_not_reach_the_statistics_of_one_that_was_detached_while_a_layer_ran() -> None:
+    host, other, free = (RollingInferencePipeline() for _ in range(3))
+    with attach(other, "bf16"):  # so that the attention function stays
+        attachment = attach(host, "quantwm", iterations=2)
+        layer = host.generator.model.blocks[-1].self_attn
+        detaching = layer.register_forward_pre_hook(lambda *_: attachment.detach())
+        with pytest.raises(TypeError, match="NoneType"):  # its dicts are taken away, too
+            rolled(host, 0, 14)
+        detaching.remove()
+        known = attachment.caches[-1].queries
+        rolled(free, 1, 14)
+        assert attachment.caches[-1].queries is known
+
+
 def test_a_failing_long_video_leaves_the_host_usable() -> None:
     host = RollingInferencePipeline()
     expected = bits(rolled(RollingInferencePipeline(), 0, 14))

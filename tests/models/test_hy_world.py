@@ -13,6 +13,7 @@ from quantwm_kernels.statistics import second_moment
 from quantwm_models import CacheObserver, LayerCache, adapters, attach
 from quantwm_models.adapters import hy_world
 from quantwm_models.adapters.hy_world import HyWorld
+from quantwm_models.attention_hook import Replacement
 from quantwm_models.errors import HostError
 from tests.models import hy_world_host
 from tests.models.asked import Asked
@@ -61,6 +62,44 @@ def test_bf16_is_bit_identical_and_leaves_no_trace(name: str, once: bool) -> Non
         assert report.sealed_nbytes == 2 * 2 * HEADS * CHANNELS * (2 - once) * report.tokens > 0
         assert state(host) == before
         assert bits(host.video(0, 5)) == expected[0]
+
+
+@pytest.mark.parametrize("name", ["5B", "8B"])
+def test_one_that_is_detached_while_a_layer_runs_leaves_nothing_with_another(name: str) -> None:
+    host, other = HOSTS[name](), HOSTS[name]()
+    expected = bits(other.video(0, 5))
+    host.init_kv_cache()
+    with attach(other, "bf16", adapter=HyWorld(once=True)) as attachment:
+        functions = [each for each in map(vars(hy_world_host).get, FUNCTIONS) if isinstance(each, Replacement)]
+        assert len(functions) == (2 if name == "5B" else 3)
+        left = attach(host, "bf16", adapter=HyWorld(once=True))
+        detaching = blocks(host)[0].register_forward_pre_hook(lambda *_: left.detach())
+        host.video(0, 1)
+        detaching.remove()
+        assert [each.watching.innermost for each in functions] == [None] * len(functions)
+        for function in functions:
+            function.watching.note("a call outside of any layer")
+        assert [each.watching.innermost for each in functions] == [None] * len(functions)
+        assert bits(other.video(0, 5)) == expected
+    assert attachment.report().sealed_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["5B", "8B"])
+def test_a_layer_that_fails_before_it_begins_takes_nothing_of_anothers(name: str) -> None:
+    outer, inner = HOSTS[name](), HOSTS[name]()
+    with attach(outer, "bf16"), attach(inner, "bf16"):
+        function = next(each for each in map(vars(hy_world_host).get, FUNCTIONS) if isinstance(each, Replacement))
+        function.watching.enter(outer, "outer")
+        failing = blocks(inner)[0].register_forward_pre_hook(_fail, prepend=True)
+        with pytest.raises(LookupError):
+            inner.video(0, 1)
+        failing.remove()
+        assert function.watching.innermost == "outer"
+        function.watching.forget(outer)
+
+
+def _fail(*_: object) -> None:
+    raise LookupError
 
 
 @pytest.mark.parametrize("once", [False, True])

@@ -21,25 +21,64 @@ from quantwm_models.store import Store
 Kept = TypeVar("Kept", bound="Replacement")
 
 
+class Watching:
+    """Who is told of what passes a function while a layer runs, where the arguments do not say whose it is.
+
+    Several attachments share it. Each takes away what is its own and nothing else, also when it is detached while one of
+    its layers runs, or when a layer failed before it could enter.
+
+    >>> watching, (mine, other) = Watching(), ("mine", "other")
+    >>> for owner in (mine, other, mine):
+    ...     watching.enter(owner, f"of {owner}")
+    >>> watching.leave(mine)
+    >>> watching.innermost
+    'of other'
+    >>> watching.forget(other)
+    >>> watching.innermost
+    'of mine'
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[tuple[object, Any]] = []
+
+    @property
+    def innermost(self) -> Any:
+        """Who entered last; None where nobody did, or for a layer without a cache of ours, as in training."""
+        return self._entered[-1][1] if self._entered else None
+
+    def enter(self, owner: object, watcher: Any) -> None:
+        """A layer of the owner begins to run."""
+        self._entered.append((owner, watcher))
+
+    def note(self, watcher: Any) -> None:
+        """Put another in the place of the innermost, if there is one."""
+        if self._entered:
+            self._entered[-1] = (self._entered[-1][0], watcher)
+
+    def leave(self, owner: object) -> None:
+        """The layer that the owner entered last is done; nothing happens if it entered none."""
+        places = (place for place, (other, _) in reversed(list(enumerate(self._entered))) if other is owner)
+        if (place := next(places, None)) is not None:
+            del self._entered[place]
+
+    def forget(self, owner: object) -> None:
+        """The owner does not watch any more, though a layer of its may still run."""
+        self._entered[:] = [each for each in self._entered if each[0] is not owner]
+
+
 class Replacement:
     """A host's function with something of ours around it.
 
     Attributes:
         original: The host's function.
         users: Attachments that rely on it.
-        watching: Who is told of the queries that pass while a layer runs, innermost last, where the arguments do not say
-            whose they are; None is a layer without a cache of ours, as in training.
+        watching: Who is told of the queries that pass.
     """
 
-    def __init__(self, original: Callable[..., Any], watching: list[Any] | None = None) -> None:
+    def __init__(self, original: Callable[..., Any], watching: Watching | None = None) -> None:
         self.original = original
         self.users = 0
-        self.watching: list[Any] = [] if watching is None else watching
-
-    @property
-    def watcher(self) -> Any:
-        """The innermost, or None."""
-        return self.watching[-1] if self.watching else None
+        self.watching = Watching() if watching is None else watching
 
 
 class Attention(Replacement):
@@ -51,8 +90,9 @@ class Attention(Replacement):
         if isinstance(k, Handle) and isinstance(v, Handle) and not (k.changed or v.changed or k.turned or v.turned):
             return attended(self.original, q, k, v, *args, **kwargs)
         result = self.original(q, whole(k), whole(v), *args, **kwargs)
-        if self.watcher is not None:
-            self.watcher(q)
+        watcher = self.watching.innermost
+        if watcher is not None:
+            watcher(q)
         return result
 
 
@@ -74,20 +114,22 @@ def function_replaced(module: ModuleType, name: str, kind: type[Kept]) -> Iterat
 
 
 @contextmanager
-def running_layer_known(layer: nn.Module, watching: list[Any]) -> Iterator[None]:
-    """Let attention know whose queries it sees, by its list of watchers, where the host assembles keys and values itself."""
+def running_layer_known(layer: nn.Module, watching: Watching) -> Iterator[None]:
+    """Let attention know whose queries it sees, where the host assembles keys and values itself."""
+    owner = object()
 
     @uncompiled
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         found = (_cache_in(argument) for argument in (*args, *kwargs.values()))
         cache = next((cache for cache in found if cache is not None), None)
-        watching.append(None if cache is None else lambda q: cache.observe(q.transpose(1, 2)))
+        watching.enter(owner, None if cache is None else lambda q: cache.observe(q.transpose(1, 2)))
 
     @uncompiled
     def leave(*_: object) -> None:
-        watching.pop()
+        watching.leave(owner)
 
     with ExitStack() as stack:
+        stack.callback(watching.forget, owner)
         for handle in (
             layer.register_forward_pre_hook(enter, with_kwargs=True),
             layer.register_forward_hook(leave, always_call=True),

@@ -28,8 +28,7 @@ class Seen(Replacement):
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Transform as the host does."""
-        if self.watching:
-            self.watching[-1] = (args, kwargs)
+        self.watching.note((args, kwargs))
         return self.original(*args, **kwargs)
 
 
@@ -61,6 +60,8 @@ class RebuiltLayer:
     def around(self, block: nn.Module) -> Iterator[None]:
         """Know when the block runs."""
         with ExitStack() as stack:
+            for each in (*self.seen, self.function):
+                stack.callback(each.watching.forget, self)
             stack.callback(block.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(self.leave, with_kwargs=True, always_call=True).remove)
             yield
@@ -69,14 +70,14 @@ class RebuiltLayer:
     def enter(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block begins."""
         for each in self.seen:
-            each.watching.append(None)
-        self.function.watching.append(self)
+            each.watching.enter(self, None)
+        self.function.watching.enter(self, self)
 
     @uncompiled
     def leave(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The block is done, or failed."""
         for each in (*self.seen, self.function):
-            each.watching.pop()
+            each.watching.leave(self)
 
     def build(self, cache: LayerCache, keys: Tensor, values: Tensor) -> tuple[Sealed, Sealed]:
         """Seal a cache of both kinds, ``[B, H, N, 2 D]``.
@@ -109,7 +110,7 @@ class RebuiltLayer:
 
     def _once(self, cache: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """What to store instead of both kinds, and how they are derived from it."""
-        calls = [each.watcher for each in self.seen]
+        calls = [each.watching.innermost for each in self.seen]
         if not calls or None in calls:
             return None
         (_, *raw), settings = calls[0]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from quantwm_core.errors import StateError
 from quantwm_core.rotary import Turning
-from quantwm_models.attention_hook import Attention, function_replaced, running_layer_known
+from quantwm_models.attention_hook import Attention, Watching, function_replaced, running_layer_known
 from quantwm_models.cache import LayerCache
 from quantwm_models.entries import Attributes, Entries, materialise, on_meta
 from quantwm_models.errors import HostError
@@ -126,7 +126,7 @@ def _enter(stack: ExitStack, host: RollingDict, allocator: _Allocator) -> None:
     for setting in host.settings:
         stack.enter_context(replaced(*setting))
     stack.enter_context(replaced(host.pipeline, host.allocator, allocator))
-    watching: list[Any] = []  # one for all modules, of which one runs at a time
+    watching = Watching()  # one for all modules, of which one runs at a time
     for layer in host.attending:
         stack.enter_context(replaced(layer, "forward", Attention(layer.forward, watching)))
     functions = [stack.enter_context(function_replaced(each, host.attention, Attention)) for each in host.modules]

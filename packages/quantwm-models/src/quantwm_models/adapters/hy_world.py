@@ -128,8 +128,8 @@ class _WanLayer(RebuiltLayer):
         self.watched, self.asked, self.past = False, None, None
         self.heads = getattr(block.attn1, "heads", None)
         for each in self.seen:
-            each.watching.append(None)
-        self.function.watching.append(self.watch)
+            each.watching.enter(self, None)
+        self.function.watching.enter(self, self.watch)
         if not isinstance(entry, Mapping) or not isinstance(entry.get("k"), Sealed):
             if entry is not None and not self.building and entry.get("k") is None and self.only.tokens:
                 self.only.clear()  # the first chunk of another video
@@ -195,7 +195,7 @@ class _Vision(Replacement):
         self, q: Any, k: Any, v: Any, block_idx: int = 0, kv_cache: Any = None, cache_vision: bool = False
     ) -> Any:
         """Attend; queries, keys and values are pairs ``[B, N, H, D]`` after RoPE and after ProPE."""
-        layer: RebuiltLayer | None = self.watcher
+        layer: RebuiltLayer | None = self.watching.innermost
         if layer is None:
             return self.original(q, k, v, block_idx=block_idx, kv_cache=kv_cache, cache_vision=cache_vision)
         entry = dict(kv_cache[block_idx])
