@@ -60,7 +60,9 @@ class Answering(Holding):
 
         Returns:
             BF16 ``[B, H, n, D]`` views of the workspace, valid until the next read through it; not to be written,
-            nor changed in place in any way: the same views are handed out again.
+            nor changed in place in any way: the same views are handed out again. On a GPU they are memory of the stream that
+            allocated the workspace: who reads on another one orders the two, and finds a unit there only once a later change
+            has confirmed it; until then it is there on the stream on which it was sealed.
 
         Raises:
             RangeError: The range lies outside the window.

@@ -90,7 +90,7 @@ class Attachment:
             cache.workspace.confirm()
 
     def report(self) -> CacheReport:
-        """Sum over all layers since their caches were last made or cleared: the current video.
+        """Sum over all layers since their caches last began anew: the current video, or the last history of a host that rebuilds.
 
         Raises:
             DomainError: A GPU could not seal one of the last units.

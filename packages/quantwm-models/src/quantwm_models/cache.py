@@ -48,6 +48,10 @@ class LayerCache(Answering):
         parameters: Settings of the scheme when ``scheme`` is a name: ``rank=16``, ``values="bf16"``, ``decay=0.9``.
 
     Attributes:
+        scheme: How units are sealed.
+        version: Counts what changed keys or values: two reads of a range at one version give the same.
+        observers: Who is told, in order; the list may be changed between calls.
+        attention: See above; it may be set between calls.
         expected: What the chunks of a host will be like, where the cache stands under one that says so beforehand.
         ranks: Of how many ranks each holds as many of the layer's heads; sums on a GPU then round as if this one held all, and
             the bytes are those of a single device.
@@ -198,6 +202,7 @@ class LayerCache(Answering):
         Raises:
             StateError: No chunk is active, or a tensor requires grad.
             ShapeError, DtypeError: The tensors are not what the active chunk holds.
+            DomainError: On a GPU, as :meth:`append`, of units that an earlier call began to seal.
         """
         self.workspace.confirm()
         with self._located:

@@ -148,7 +148,13 @@ class Holding(ABC):
         return self._nothing()._replace(queries=self._contents.queries.folded())
 
     def store_in(self, offload: Offload | None) -> None:
-        """Keep sealed units in host memory from now on, those of before too; None brings them back."""
+        """Keep sealed units in host memory from now on, those of before too; None brings them back.
+
+        Raises:
+            ParameterError: ``offload`` is neither.
+            DomainError: On a GPU, as :meth:`quantwm_models.LayerCache.append`, of units sealed before.
+            CacheMemoryError: There is no room for them; they stay where they are.
+        """
         check_shared("offload", offload, Offload)
         if offload is self.offload:
             return
@@ -164,7 +170,7 @@ class Holding(ABC):
                 before.forget(self)
 
     def report(self) -> CacheReport:
-        """What the cache holds and what it cost since it was cleared; on a GPU this waits for what was launched.
+        """What the cache holds and what it cost since it last began anew; on a GPU this waits for what was launched.
 
         Raises:
             DomainError: As :meth:`quantwm_models.LayerCache.append`, of a unit that a GPU could not seal.

@@ -12,7 +12,10 @@ from quantwm_models.geometry import Geometry
 
 @dataclass(frozen=True)
 class CacheReport:
-    """Bytes counted from storage, and times, since the cache was last cleared.
+    """Bytes counted from storage, and units and times counted since the cache last began anew.
+
+    It does so by ``clear()``, ``restart()``, ``rewind()`` and ``rebuild()``: under a host that makes its history anew again and
+    again, units and times are those of the last history.
 
     Attributes:
         tokens: Live tokens; the sum over layers where several are totalled.
