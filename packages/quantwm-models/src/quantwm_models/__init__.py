@@ -3,7 +3,7 @@
 from quantwm_models import snapshot
 from quantwm_models.attach import Attachment, attach
 from quantwm_models.cache import LayerCache
-from quantwm_models.errors import CacheMemoryError
+from quantwm_models.errors import CacheMemoryError, HostError, UnknownHostError
 from quantwm_models.observer import CacheObserver
 from quantwm_models.offload import Offload
 from quantwm_models.report import CacheReport
@@ -15,8 +15,10 @@ __all__ = [
     "CacheMemoryError",
     "CacheObserver",
     "CacheReport",
+    "HostError",
     "LayerCache",
     "Offload",
+    "UnknownHostError",
     "Workspace",
     "attach",
     "snapshot",
