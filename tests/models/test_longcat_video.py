@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantwm_core.errors import StateError
 from quantwm_models import CacheObserver, LayerCache, adapters, attach
+from quantwm_models.adapters import longcat_video
 from quantwm_models.adapters.longcat_video import LongCatVideo
 from quantwm_models.errors import HostError
 from quantwm_models.rebuilt import Sealed
@@ -176,6 +178,55 @@ def test_a_host_that_rotates_otherwise_is_refused() -> None:
         host.video(0, 1)
     with attach(host, "quantwm"), pytest.raises(HostError, match="layer 0: the host rotates keys in another way"):
         host.video(0, 1)
+
+
+class Asking(TorchDispatchMode):
+    """Counts operations; on a GPU, the answer to one may have to be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_angles_are_made_and_looked_at_once_for_all_layers_and_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+    host: Any = LongCatVideoPipeline(layers=3)
+    made, asked, original = [], [], longcat_video._Layer._angles
+
+    def counted(*args: Any) -> Tensor:
+        with Asking() as asking:
+            made.append(original(*args))
+        asked.append(asking.operations)
+        return made[-1]
+
+    monkeypatch.setattr(longcat_video._Layer, "_angles", counted)
+    with attach(host, "quantwm", iterations=1):
+        host.video(0, 2)
+        assert all(each is made[0] for each in made)
+        assert [count > 0 for count in asked] == [True] * 3 + [False] * 3, "the second history asks nothing"
+        tables = [block.attn.rope_3d.freqs_dict for block in host.dit.blocks]
+        grid = (FRAMES, 2, TOKENS // 2)
+        tables[0][grid].mul_(0.5)  # changed in place, replaced by another, left
+        tables[1][grid] = 0.25 * tables[1][grid]
+        host.video(0, 1)
+    assert [count > 0 for count in asked[6:]] == [True, True, False]
+    for angles, table in zip(made[6:], tables, strict=True):
+        assert torch.equal(angles, table[grid][:, ::2])
+
+
+@torch.inference_mode()
+def test_angles_whose_changes_cannot_be_told_are_looked_at_each_time() -> None:
+    host: Any = LongCatVideoPipeline(layers=1)
+    with attach(host, "quantwm", iterations=1):
+        host.video(0, 1)
+        rotation = host.dit.blocks[0].attn.rope_3d
+        assert rotation.freqs_dict[FRAMES, 2, TOKENS // 2].is_inference()
+        rotation.quarter = lambda x: -torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+        with pytest.raises(HostError, match="layer 0: the host rotates keys in another way"):
+            host.video(0, 1)
 
 
 def test_what_is_no_host_is_refused_before_anything_changes() -> None:

@@ -8,10 +8,11 @@ from then on the statistics of the segments before serve, and a history is one u
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,12 +69,12 @@ class LongCatVideo:
             ) from error
         if any(hooked(rotation, _Layer) for rotation in rotations):
             raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
-        workspace, offload = Workspace(), Offload()
+        workspace, offload, angles = Workspace(), Offload(), _Angles()
         with ExitStack() as stack:
             stack.enter_context(restored(pipeline, "kv_cache_dict"))
             for number, (block, rotation) in enumerate(zip(blocks, rotations, strict=True)):
                 cache = make_cache(number, workspace=workspace, rebuilt=True)
-                layer = _Layer(cache, frequencies[number], self.first_units, offload)
+                layer = _Layer(cache, frequencies[number], angles, self.first_units, offload)
                 stack.callback(rotation.register_forward_hook(layer.rotated).remove)
                 stack.enter_context(_followed(block, layer))
             return stack.pop_all().close
@@ -83,11 +84,13 @@ class _Layer:
     """One layer: what it was asked, and its cache."""
 
     def __init__(
-        self, cache: LayerCache, frequencies: Mapping[Any, Tensor], first_units: int, offload: Offload
+        self, cache: LayerCache, frequencies: Mapping[Any, Tensor], angles: _Angles, first_units: int, offload: Offload
     ) -> None:
         self.cache = cache
         self.chosen, self.offload = cache.offload, cache.offload or offload
         self.frequencies = frequencies
+        self.angles = angles
+        self.assured: _Assured | None = None
         self.first_units = first_units
         self.reading = False
         self.batch = 1
@@ -133,7 +136,10 @@ class _Layer:
         """Angles of rotation, ``[N, D / 2]``, and the assurance that they are what the host rotates by."""
         if shape not in self.frequencies:
             raise HostError(f"layer {self.cache.layer}: rope_3d.freqs_dict has no entry for the grid {shape}")
-        angles = self.frequencies[shape].to(keys.device).float()[:, ::2]
+        table = self.frequencies[shape]
+        if self.assured is not None and self.assured.is_of(table, keys.device):
+            return self.assured.angles
+        angles = self.angles.on(keys.device, table)
         ours, theirs = turned(keys[:, :, -1:], angles[-1:]), rotated[:, :, -1:].float()
         if ours.shape != theirs.shape or not torch.allclose(
             ours, theirs, rtol=0.02, atol=0.02 * float(ours.abs().max())
@@ -142,6 +148,35 @@ class _Layer:
                 f"layer {self.cache.layer}: the host rotates keys in another way than by neighbouring channels and "
                 "rope_3d.freqs_dict"
             )
+        self.assured = None if table.is_inference() else _Assured(table, table._version, angles)  # noqa: SLF001  # torch counts changes nowhere else
+        return angles
+
+
+class _Assured(NamedTuple):
+    """Angles by which a layer was seen to rotate, and the host's table that says them, as it was then."""
+
+    table: Tensor
+    version: int
+    angles: Tensor
+
+    def is_of(self, table: Tensor, device: torch.device) -> bool:
+        """Whether a table is still that one; to ask the GPU would be to wait for it in each layer."""
+        return table is self.table and table._version == self.version and device == self.angles.device  # noqa: SLF001  # as above
+
+
+class _Angles:
+    """Angles of rotation on a device, once for all layers, each of which has a table of its own that says the same."""
+
+    def __init__(self) -> None:
+        self._made: weakref.ref[Tensor] | None = None
+
+    def on(self, device: torch.device, table: Tensor) -> Tensor:
+        """Those of a table ``[N, D]``, ``[N, D / 2]`` in FP32."""
+        angles = table.to(device).float()[:, ::2].contiguous()
+        made = None if self._made is None else self._made()
+        if made is not None and made.device == device and torch.equal(made, angles):
+            return made
+        self._made = weakref.ref(angles)
         return angles
 
 
