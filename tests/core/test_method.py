@@ -1,3 +1,4 @@
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from quantwm_core.errors import (
     ShapeError,
     UnknownNameError,
 )
-from quantwm_core.method import PRESETS, Scheme, decode_tensor, scheme
+from quantwm_core.method import OF_ALL, PRESETS, Scheme, decode_tensor, scheme
 from tests.core import strategies
 from tests.core.compare import assert_arrays, assert_bits
 
@@ -94,6 +95,11 @@ def test_no_other_method_takes_parts_of_a_preset_that_is_whole(name: str, preset
     assert scheme("quantwm", values="bf16", preset=preset).name == "quantwm+bf16"
 
 
+def test_settings_of_every_scheme_are_named() -> None:
+    kinds = {name: each.kind for name, each in inspect.signature(scheme).parameters.items()}
+    assert [name for name in sorted(kinds) if kinds[name] is inspect.Parameter.KEYWORD_ONLY] == list(OF_ALL)
+
+
 def test_names_and_settings_that_do_not_exist() -> None:
     with pytest.raises(UnknownNameError, match="unknown method 'qgv'; did you mean 'qvg'"):
         scheme("qgv")
@@ -105,7 +111,13 @@ def test_names_and_settings_that_do_not_exist() -> None:
         ParameterError, match=r"quantwm\+bf16 has no parameter 'stages'; known: candidates, .*warm_start"
     ):
         scheme("quantwm", values="bf16", stages=2)
-    with pytest.raises(ParameterError, match="bf16 has no parameter 'rank'; known: none"):
+    with pytest.raises(
+        ParameterError, match=r"no parameter 'chunk_per_seal'; did you mean 'chunks_per_seal'\? known: .*rank"
+    ):
+        scheme(chunk_per_seal=2)
+    with pytest.raises(
+        ParameterError, match="bf16 has no parameter 'rank'; known: none; of every scheme: chunks_per_seal"
+    ):
         scheme("bf16", rank=8)
     with pytest.raises(ParameterError, match="chunks_per_seal 0"):
         scheme(chunks_per_seal=0)

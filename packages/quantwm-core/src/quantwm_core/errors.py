@@ -71,6 +71,14 @@ def lookup(kind: str, name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     if name in names:
         return name
-    near = difflib.get_close_matches(str(name), names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ";"
-    raise UnknownNameError(f"unknown {kind} {name!r}{hint} known: {', '.join(names)}")
+    raise UnknownNameError(f"unknown {kind} {name!r};{meant(name, names)} known: {', '.join(names)}")
+
+
+def meant(name: object, known: Iterable[str]) -> str:
+    """A question after the nearest of some names, with a space before it; empty where none is near.
+
+    >>> meant("qgv", ["kivi", "qvg"]), meant("x", ["kivi", "qvg"])
+    (" did you mean 'qvg'?", '')
+    """
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" did you mean {near[0]!r}?" if near else ""

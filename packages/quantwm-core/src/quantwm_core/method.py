@@ -11,7 +11,7 @@ from jaxtyping import BFloat16, Float
 from quantwm_core import domain, methods, statistics
 from quantwm_core.arguments import explain_errors
 from quantwm_core.chunk import Kind, Parameter, SealedChunk, SealedTensor
-from quantwm_core.errors import FormatError, ParameterError, ShapeError, lookup
+from quantwm_core.errors import FormatError, ParameterError, ShapeError, lookup, meant
 from quantwm_core.rotary import Turning
 from quantwm_core.statistics import QueryMoment
 
@@ -35,6 +35,9 @@ PRESETS: dict[str, dict[str, Parameter]] = {
 
 WHOLE = ("fast", "sharp")
 """Presets that are refused where a method beside ``bf16`` would take a part of them: a rival with half of it is no rival."""
+
+OF_ALL = ("chunks_per_seal", "decay", "frames_ahead", "keys", "preset", "values")
+"""What :func:`scheme` takes beside the settings of methods."""
 
 MOST_FRAMES_AHEAD = 4096
 """Largest ``frames_ahead`` of a :class:`Scheme`: minutes of video, and a few MiB of angles."""
@@ -302,8 +305,11 @@ def scheme(
     known = [methods.parameter_names(name) for name in names]
     for parameter in parameters:
         if not any(parameter in own for own in known):
-            choices = ", ".join(sorted(set().union(*known))) or "none"
-            raise ParameterError(f"{'+'.join(dict.fromkeys(names))} has no parameter {parameter!r}; known: {choices}")
+            choices = sorted(set().union(*known))
+            raise ParameterError(
+                f"{'+'.join(dict.fromkeys(names))} has no parameter {parameter!r};{meant(parameter, (*choices, *OF_ALL))} "
+                f"known: {', '.join(choices) or 'none'}; of every scheme: {', '.join(OF_ALL)}"
+            )
     settings: dict[str, Any] = dict(PRESETS[lookup("preset", preset, PRESETS)]) if preset is not None else {}
     preset_per_seal = settings.pop("chunks_per_seal", 1)
     for name, own in zip(names, known, strict=True):
