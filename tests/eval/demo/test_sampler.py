@@ -180,6 +180,8 @@ def test_progress_is_told_after_every_chunk() -> None:
         (FRAMES, NOOPS, {"steps": 0}, "steps must be at least 1"),
         (FRAMES, NOOPS, {"seeds": [1]}, "noise must be"),
         (FRAMES, NOOPS, {"seeds": [1, 2], "noise": torch.zeros(1)}, "both seeds and noise"),
+        (FRAMES, NOOPS, {"seeds": []}, r"one seed or row a scene; got torch\.float32 \(0, 8, 64, 64, 3\)"),
+        (FRAMES[:0], NOOPS[:0], {"seeds": []}, "B must be at least 1"),
     ],
 )
 def test_bad_input_is_refused(first_frames: Tensor, actions: Tensor, options: dict[str, Any], message: str) -> None:

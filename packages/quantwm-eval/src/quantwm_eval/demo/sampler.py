@@ -165,6 +165,8 @@ class WorldPipeline:
             raise WorldInputError(
                 f"actions must be int64 [B={len(first_frames)}, T], got {actions.dtype} {list(actions.shape)}"
             )
+        if not len(actions):
+            raise WorldInputError("B must be at least 1, a scene each; got first frames and actions of none")
         frames = actions.shape[1]
         if frames == 0 or frames % size:
             raise WorldInputError(
@@ -195,12 +197,12 @@ def draw_noise(seeds: Sequence[int], frames: int) -> Tensor:
 
     A scene's noise does not depend on the other scenes, nor its first frames on how many follow.
     """
-    rows = []
-    for seed in seeds:
+    noise = torch.empty(len(seeds), frames, IMAGE_SIZE, IMAGE_SIZE, 3)
+    for seed, row in zip(seeds, noise, strict=True):
         generator = torch.Generator().manual_seed(int(seed))
-        chunk = (IMAGE_SIZE, IMAGE_SIZE, 3)
-        rows.append(torch.stack([torch.randn(chunk, generator=generator) for _ in range(frames)]))
-    return torch.stack(rows)
+        for frame in row:
+            torch.randn(frame.shape, generator=generator, out=frame)
+    return noise
 
 
 def save(model: VideoTransformer, path: Path, notes: dict[str, str] | None = None) -> None:
