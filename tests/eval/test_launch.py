@@ -171,6 +171,7 @@ def test_a_worker_computes_with_the_threads_of_the_file(ray: FakeRay) -> None:
         ({"versions": {**SOURCE.versions, "numpy": "1.0"}}, r"numpy 1\.0 there, .* here"),
         ({"platform": "Plan9 mips"}, "platform Plan9 mips there"),
         ({"device": "GPU"}, "device GPU there, cpu here"),
+        ({"host": {"inputs": "sha256:12"}}, "--inputs sha256:12 there, not given here; .* the same files"),
     ],
 )
 def test_a_worker_that_is_not_as_the_file_says_refuses(ray: FakeRay, other: dict[str, Any], message: str) -> None:

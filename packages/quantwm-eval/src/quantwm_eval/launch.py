@@ -2,7 +2,8 @@
 
 Whoever works on a task loads the host once and sends back cells; the results file is written by the one process that
 started them. So a run over many processes is as resumable as one in a single process, and its figures are the same: a worker
-computes with as many threads as the file's first line says, and refuses where versions, platform or device are not its.
+computes with as many threads as the file's first line says, and refuses where versions, platform, device or what the host is
+made from are not its.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 
 from quantwm_core.errors import StateError, lookup
-from quantwm_eval import hosts, provenance, resume
+from quantwm_eval import hosts, identity, provenance, resume
 from quantwm_eval.experiment import Experiment
 from quantwm_eval.films import Films
 from quantwm_eval.host import Host
@@ -41,7 +42,7 @@ class Task:
     Attributes:
         experiment: That part of the experiment.
         finished: Its cells that are there already.
-        source: Versions, machine and threads of the results file that its cells are for.
+        source: Versions, machine, threads and host of the results file that its cells are for.
         setup: What the host is made from.
         films: Keeps some of the videos, or None.
     """
@@ -74,12 +75,13 @@ def work(task: Task) -> tuple[Cell, ...]:
     """Do a task, and return the cells that were missing.
 
     Raises:
-        StateError: This process has other versions, another platform or another device than the results file.
+        StateError: This process has other versions, another platform or another device than the results file, or makes the
+            host from something else.
         QuantWMError: The host cannot do it.
     """
     limit_threads(task.source.threads)
     setup = _placed(task.setup)
-    _check_same(task.source, setup.device)
+    _check_same(task.source, setup)
     host, fresh = _loaded(task.experiment.model, setup), task.experiment.methods not in _warm
     cells = []
     for outcome in run(task.experiment, host, finished=task.finished, warm=not fresh):
@@ -159,6 +161,7 @@ def get(name: str) -> Launcher:
     return LAUNCHERS[lookup("launcher", name, LAUNCHERS)]
 
 
+_identified = functools.cache(identity.identify)  # files are read once in each process, as the host is loaded once
 _warm: set[Any] = set()
 _device: list[int] = []
 
@@ -177,12 +180,12 @@ def _placed(setup: Setup) -> Setup:
     return setup
 
 
-def _check_same(source: Provenance, device: str) -> None:
-    unlike = resume.unlike(source, provenance.collect((), device), OF_FIGURES)
+def _check_same(source: Provenance, setup: Setup) -> None:
+    unlike = resume.unlike(source, provenance.collect((), setup.device, _identified(setup)), OF_FIGURES)
     if unlike:
         raise StateError(
-            f"worker on {platform.node()}: not as the results file: {'; '.join(unlike)}; "
-            "install the same versions there, or keep that machine out of the run"
+            f"worker on {platform.node()}: not as the results file: {'; '.join(unlike)}; install the same versions and put the "
+            "same files there, or keep that machine out of the run"
         )
 
 

@@ -20,8 +20,7 @@ def render(results: Results, headline: str, more: Sequence[Table] = ()) -> str:
     source, stated = results.provenance, agreement.rows(results)
     details = [summary.detail_table(results, kind) for kind in results.experiment.kinds]
     tables = [summary.main_table(results), *more, *details]
-    named = {**source.versions, **({"commit": source.commit} if source.commit else {})}
-    versions = ", ".join(f"{name} {version}" for name, version in named.items())
+    versions = ", ".join(f"{name} {told}" for name, told in source.stated.items())
     warning = (
         [] if results.valid else ["**INVALID: a BF16 control differed from its reference; no figure here counts.**"]
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -36,6 +37,8 @@ class Provenance:
         threads: Threads that torch computes with.
         device: What the model ran on: ``"cpu"``, or the GPU by its name.
         commit: As :func:`commit` says; empty in early files.
+        host: What the host was made from, by part, as :func:`quantwm_eval.identity.identify` says; None where that is not
+            known, as in early files.
     """
 
     command: str
@@ -46,18 +49,36 @@ class Provenance:
     threads: int
     device: str = "cpu"
     commit: str = ""
+    host: Mapping[str, str] | None = None
+
+    @property
+    def stated(self) -> dict[str, str]:
+        """What pages say by name: versions, the commit if it is known, and what the host was made from."""
+        commit = {"commit": self.commit} if self.commit else {}
+        return {**self.versions, **commit, **{f"--{part}": short(told) for part, told in (self.host or {}).items()}}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values; what is not known of the host is not there."""
+        plain = asdict(self)
+        return plain if self.host is not None else {name: value for name, value in plain.items() if name != "host"}
 
 
-def collect(arguments: Sequence[str], device: str = "cpu") -> Provenance:
+def short(told: str) -> str:
+    """The same with the first twelve digits of each digest and commit, which are enough to tell two apart by eye.
+
+    >>> short(f"commit:{'0123456789' * 4}+")
+    'commit:012345678901+'
+    """
+    return re.sub(r"[0-9a-f]{40,}", lambda digits: digits[0][:12], told)
+
+
+def collect(arguments: Sequence[str], device: str = "cpu", host: Mapping[str, str] | None = None) -> Provenance:
     """Look around.
 
     Args:
         arguments: Of the ``quantwm`` command.
         device: What the model runs on, as torch calls it.
+        host: What it was made from, if anybody knows.
 
     >>> collect(["demo", "--out", "my folder"]).command
     "quantwm demo --out 'my folder'"
@@ -71,6 +92,7 @@ def collect(arguments: Sequence[str], device: str = "cpu") -> Provenance:
         threads=torch.get_num_threads(),
         device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         commit=commit(),
+        host=host,
     )
 
 
@@ -83,16 +105,29 @@ def commit() -> str:
     >>> set(commit()) <= set("0123456789abcdef+")
     True
     """
-    here, git = Path(__file__), shutil.which("git")
+    here = Path(__file__)
+    return commit_of(here.parent, here.name)
+
+
+def commit_of(folder: Path, name: str = ".", digits: int = 7) -> str:
+    """Commit of the checkout that tracks something of a folder, with a ``+`` where tracked files were changed; else empty.
+
+    Args:
+        folder: It, which may lie in a checkout of something else.
+        name: What must be tracked there.
+        digits: Of the commit, or more where so many do not tell it from others.
+    """
+    git = shutil.which("git")
     if git is None:
         return ""
 
     def said(*arguments: str) -> str:
-        made = subprocess.run([git, "-C", str(here.parent), *arguments], capture_output=True, text=True, check=False)  # noqa: S603 - fixed commands
+        made = subprocess.run([git, "-C", str(folder), *arguments], capture_output=True, text=True, check=False)  # noqa: S603 - fixed commands
         return made.stdout.strip()
 
-    # An environment may lie in a checkout of something else.
-    return said("describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=7") if said("ls-files", here.name) else ""
+    if not said("ls-files", name):
+        return ""
+    return said("describe", "--always", "--dirty=+", "--exclude=*", f"--abbrev={digits}")
 
 
 def versions() -> dict[str, str]:

@@ -22,7 +22,8 @@ HEAD = fields(
                 **dict.fromkeys(("cores", "threads"), whole(1)),
                 "versions": by_name(text),
             },
-            {"device": text, "commit": text},  # early files are of a CPU, and do not say of which commit
+            # early files are of a CPU, and do not say of which commit, nor what the host was made from
+            {"device": text, "commit": text, "host": by_name(text)},
         ),
     },
     others=True,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quantwm_core.errors import FormatError, StateError
 from quantwm_eval import results
 from quantwm_eval.experiment import Experiment
-from quantwm_eval.provenance import Provenance
+from quantwm_eval.provenance import Provenance, short
 from quantwm_eval.results import Results
 
 MACHINE = ("platform", "device", "cores", "threads")
@@ -21,8 +21,8 @@ def begin(path: Path, experiment: Experiment, provenance: Provenance) -> Results
     """Make a results file ready to be appended to.
 
     Where there is none it is made, with its first line whole or not at all; so is it where one holds no cell, or nothing at all,
-    which is what a run leaves that failed before its first one. One with cells must be of the same experiment, versions, commit
-    and machine; a last line that was cut off in the middle is removed, everything else stays.
+    which is what a run leaves that failed before its first one. One with cells must be of the same experiment, host, versions,
+    commit and machine; a last line that was cut off in the middle is removed, everything else stays.
 
     Args:
         path: The file.
@@ -33,8 +33,8 @@ def begin(path: Path, experiment: Experiment, provenance: Provenance) -> Results
         What the file holds, with its own provenance.
 
     Raises:
-        StateError: The file is of another experiment, another version, another commit (where both are known) or another
-            machine; the message says what differs, and the file is left as it was.
+        StateError: The file is of another experiment, another version, another machine, another commit or a host that was
+            made from something else (where both are known); the message says what differs, and the file is left as it was.
         FormatError: The file is foreign, broken before its last line, or holds a cell twice or that does not belong to it.
         OSError: It cannot be read or written.
     """
@@ -81,20 +81,22 @@ def read(path: Path) -> tuple[Results, int]:
     return found, length
 
 
-def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """What two sets of settings differ in, in words.
+def differing(there: Mapping[str, Any], here: Mapping[str, Any], told: Callable[[Any], str] = str) -> list[str]:
+    """What two sets of settings differ in, in words; ``told`` says what a value is called.
 
     >>> differing({"frames": 40, "seeds": [0]}, {"frames": 64, "seeds": [0]})
     ['frames 40 there, 64 here']
     """
     names = dict.fromkeys((*there, *here))
     return [
-        f"{name} {there.get(name)} there, {here.get(name)} here" for name in names if there.get(name) != here.get(name)
+        f"{name} {told(there.get(name))} there, {told(here.get(name))} here"
+        for name in names
+        if there.get(name) != here.get(name)
     ]
 
 
 def unlike(there: Provenance, here: Provenance, machine: Sequence[str] = MACHINE) -> list[str]:
-    """What two runs' versions, commits if both are known, and machines differ in, in words.
+    """What two runs differ in, in words: what hosts were made from and commits, if both are known, versions and machines.
 
     Args:
         there: Of what was begun.
@@ -104,4 +106,13 @@ def unlike(there: Provenance, here: Provenance, machine: Sequence[str] = MACHINE
     theirs, ours = there.to_json(), here.to_json()
     known = ("commit",) if there.commit and here.commit else ()
     chosen = [{name: plain[name] for name in (*known, *machine)} for plain in (theirs, ours)]
-    return [*differing(theirs["versions"], ours["versions"]), *differing(*chosen)]
+    machines = differing(chosen[0], chosen[1])
+    return [*_hosts(there, here), *differing(theirs["versions"], ours["versions"]), *machines]
+
+
+def _hosts(there: Provenance, here: Provenance) -> list[str]:
+    """What their hosts were made from, where both are known and differ, by the option that says it."""
+    if there.host is None or here.host is None:
+        return []
+    theirs, ours = ({f"--{part}": told for part, told in one.items()} for one in (there.host, here.host))
+    return differing(theirs, ours, lambda told: "not given" if told is None else short(told))

@@ -113,7 +113,7 @@ def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: Ex
             bar.set_postfix_str(title, refresh=False)
             bar.update()
 
-        made = produce(wanted, host, provenance.collect(given), folder, progress)
+        made = produce(wanted, host, provenance.collect(given, host={}), folder, progress)
     return _conclude(made)
 
 

@@ -20,9 +20,9 @@ OF_HOST = ("checkout", "weights", "inputs", "config", "size")
 
 TOLD = """\
     Runs an experiment, a bundled one by its name or one's own, and appends every finished cell (one video under one method)
-    to OUT/results.jsonl. The same command again goes on where it was stopped; a results file of another experiment, version
-    or machine is refused. Options take precedence over the file's settings. "quantwm report" renders what is there, at any
-    time."""
+    to OUT/results.jsonl. The same command again goes on where it was stopped; a results file of another experiment, host,
+    version or machine is refused. Options take precedence over the file's settings. "quantwm report" renders what is there, at
+    any time."""
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:

@@ -20,6 +20,7 @@ from quantwm_eval import (
     experiment_file,
     films,
     hosts,
+    identity,
     launch,
     named,
     output,
@@ -72,10 +73,10 @@ def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: Ex
         output.check_appendable(path)
         if options.videos or "vbench" in options:
             output.check_folder(options.out / films.VIDEOS)
-        source = provenance.collect(given, options.device)
         setup = Setup(options.device, **{part: getattr(options, part) for part in OF_HOST if part in options})
         wanted, host = _prepared(options, setup)
         count_chunks(wanted, host)
+        source = provenance.collect(given, options.device, identity.identify(setup))
         options.out.mkdir(parents=True, exist_ok=True)
         held.enter_context(ownership.owned(options.out))
         begun = resume.begin(path, wanted, source)
