@@ -201,8 +201,8 @@ def _check_references(
             if cell is not None and cell.reference not in ("", digest):
                 raise StateError(
                     f"{episode.kind} {episode.scene}, seed {seed}: the model's BF16 video is another one than that which the "
-                    f"finished cell of {method.label!r} was compared with; its weights, the device or the number of threads "
-                    "have changed: start a new results file"
+                    f"finished cell of {method.label!r} was compared with; its inputs, weights, configuration or code, the "
+                    "device or the number of threads have changed: start a new results file"
                 )
 
 
