@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def install(folder: Path, distribution: str, group: str, entries: Mapping[str, str]) -> None:
+def install(folder: Path, distribution: str, group: str, entries: Mapping[str, str], version: str = "1.0") -> None:
     """Write a distribution's metadata into a folder of the path, before anything is looked for there."""
-    metadata = folder / f"{distribution.replace('-', '_')}-1.0.dist-info"
+    metadata = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
     lines = [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
     (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")

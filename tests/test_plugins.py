@@ -107,6 +107,16 @@ def test_one_thing_may_be_registered_twice(family: Family, folder: Path) -> None
     assert family.get("mine") is family.get(family.own)
 
 
+@pytest.mark.parametrize("found", [methods, metrics, hosts], ids=["methods", "metrics", "hosts"])
+def test_whose_it_is_and_of_which_version_is_known(found: Any, folder: Path) -> None:
+    family = next(each for each in FAMILIES if each.names is found.names)
+    install(folder, "mine-for-worlds", family.group, {"mine": family.value, family.own: family.value}, version="0.2")
+    install(folder, "yours-for-worlds", family.group, {"yours": "no_such_module:YOURS"}, version="3")
+    assert found.distributions(["mine", family.own, "neither"]) == {"mine-for-worlds": "0.2"}
+    assert found.distributions(iter(["mine", "yours"])) == {"mine-for-worlds": "0.2", "yours-for-worlds": "3"}
+    assert found.distributions([family.own]) == {}
+
+
 @pytest.fixture
 def spoiled(folder: Path) -> set[str]:
     """Names under which nothing can be loaded, in all four groups."""

@@ -2,12 +2,14 @@
 
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quantwm_core import methods
+from quantwm_core.errors import StateError
 from quantwm_eval import cli, merge, results
 from quantwm_eval.hosts import Setup
 from quantwm_eval.identity import PIECE, PIECES, identify
@@ -154,7 +156,7 @@ def test_what_is_no_path_counts_by_its_name() -> None:
 
 
 @pytest.fixture
-def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """An evaluation of a host that another distribution registers, typed up to its scenes, inputs and folder."""
     (tmp_path / "my_world.py").write_text(HOST)
     monkeypatch.syspath_prepend(tmp_path)
@@ -163,7 +165,8 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("scenes", "other"):
         written(tmp_path / name, SCENES | {"1/prompt.txt": name})
     options = "--host mine --methods rtn --frames 4 --kinds walk --metrics psnr --samples 0"
-    return ["eval", *shlex.split(options)]
+    yield ["eval", *shlex.split(options)]
+    methods.implementation.cache_clear()
 
 
 def test_a_run_is_not_continued_on_other_inputs(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,3 +214,36 @@ def test_a_file_that_does_not_say_compares_with_all(given: list[str], capsys: py
     assert [one.provenance.host for one in joined] == [found.provenance.host, None]
     assert cli.main(["report", "part0", "part1", "part2", "--format", "table"]) == 2
     assert "part2/results.jsonl does not fit part1/results.jsonl: --inputs" in capsys.readouterr().err
+
+
+def test_a_run_is_not_continued_with_another_version_of_its_host(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given += ["--scenes", "0", "--inputs", "scenes", "--out", "out"]
+    assert cli.main(given) == 0
+    assert results.load(tmp_path / "out/results.jsonl").provenance.versions["my-world"] == "1.0"
+    shutil.rmtree(tmp_path / "my_world-1.0.dist-info")
+    install(tmp_path, "my-world", "quantwm.hosts", {"mine": "my_world:load"}, version="2.0")
+    capsys.readouterr()
+    assert cli.main(given) == 2
+    assert "belongs to another run: my-world 1.0 there, 2.0 here;" in capsys.readouterr().err
+
+
+def test_parts_join_by_the_versions_of_what_both_use(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given += ["--inputs", "scenes"]
+    for version in ("0.1", "0.2"):
+        install(tmp_path, "my-method", "quantwm.methods", {"my": "quantwm_core.methods.rtn:METHOD"}, version)
+        for scene, method in ((0, "my"), (1, "kivi:values=my"), (2, "kivi")):
+            typed = ["--methods", method, "--scenes", str(scene), "--out", f"{version}/{scene}"]
+            assert cli.main([*given, *typed]) == 0
+        shutil.rmtree(tmp_path / f"my_method-{version}.dist-info")
+    parts = [Path(version, str(scene), "results.jsonl") for version in ("0.1", "0.2") for scene in range(3)]
+    stated = [results.load(part).provenance.versions.get("my-method") for part in parts]
+    assert stated == ["0.1", "0.1", None, "0.2", "0.2", None]
+    assert merge.load([parts[2], parts[0]]).provenance.versions["my-method"] == "0.1"
+    with pytest.raises(
+        StateError, match=r"0\.2/1/results.jsonl does not fit 0\.1/0/.*: my-method 0\.2 there, 0\.1 here"
+    ):
+        merge.load([parts[2], parts[0], parts[4]])

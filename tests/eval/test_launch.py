@@ -4,6 +4,7 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from quantwm_eval.evaluate import append, evaluate
 from quantwm_eval.experiment import Experiment, MethodChoice
 from quantwm_eval.hosts import Setup
 from quantwm_eval.results import Cell, Results
+from tests.distributions import install
 from tests.eval.fake_host import FakeHost
 
 METHODS = (MethodChoice("bf16"), MethodChoice("rtn"))
@@ -179,6 +181,19 @@ def test_a_worker_that_is_not_as_the_file_says_refuses(ray: FakeRay, other: dict
     task = launch.tasks(dataclasses.replace(FRESH, provenance=source), Setup())[0]
     with pytest.raises(StateError, match=message):
         list(launch.on_ray([task], 1))
+
+
+def test_a_worker_with_another_version_of_a_metric_refuses(
+    ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, "mine-for-worlds", "quantwm.metrics", {"mine": "quantwm_eval.metrics.psnr:METRIC"}, "0.2")
+    wanted = dataclasses.replace(WANTED, metrics=("mine",))
+    for version, message in (("0.1", "mine-for-worlds 0.1 there, 0.2 here"), ("0.2", "")):
+        source = dataclasses.replace(SOURCE, versions={**SOURCE.versions, "mine-for-worlds": version})
+        task = launch.tasks(Results(wanted, source, ()), Setup())[0]
+        with pytest.raises(StateError, match=message) if message else nullcontext():
+            list(launch.on_ray([task], 1))
 
 
 def test_a_worker_with_other_cores_works(ray: FakeRay) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -68,6 +68,12 @@ class Family:
                 f"{_told(entry)}: got {type(found).__name__}, need {self.need}; mend what registers it, or uninstall that"
             )
         return found
+
+    def distributions(self, names: Iterable[str]) -> dict[str, str]:
+        """Versions of the distributions that register some of these members, by their names; the project's own have none."""
+        registered = set(names) - set(self._own())
+        entries = [entry for entry in entry_points(group=self.group) if entry.name in registered]
+        return {entry.dist.name: str(entry.dist.version) for entry in entries if entry.dist is not None}
 
     def _own(self) -> list[str]:
         return [module.name for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__)]

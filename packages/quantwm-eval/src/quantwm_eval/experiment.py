@@ -7,9 +7,10 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
+from quantwm_core import methods
 from quantwm_core.errors import ParameterError, lookup
 from quantwm_core.method import Scheme, scheme
-from quantwm_eval import metrics
+from quantwm_eval import hosts, metrics
 
 Option: TypeAlias = int | float | str | bool | None
 KINDS = ("walk", "look-away", "prompt")
@@ -76,6 +77,16 @@ class MethodChoice:
         if window is None or (isinstance(window, int) and not isinstance(window, bool) and window >= 1):
             return window
         raise ParameterError(f"method {self.label!r}: window {window!r}, need a whole number of chunks of at least 1")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Public names of the methods of keys and of values.
+
+        >>> MethodChoice.parse("quantwm:values=bf16").names
+        ('quantwm', 'bf16')
+        """
+        apart = dict(self.options)
+        return tuple(self.name if apart.get(kind) is None else str(apart[kind]) for kind in ("keys", "values"))
 
     def scheme(self, chunks_per_seal: int) -> Scheme:
         """Build what it names.
@@ -169,6 +180,11 @@ class Experiment:
     def compressed(self) -> tuple[str, ...]:
         """Labels of the methods that compress: neither the control nor BF16 under a shorter window."""
         return tuple(method.label for method in self.methods if method.name != CONTROL)
+
+    def distributions(self) -> dict[str, str]:
+        """Versions of the other distributions that register its methods, its metrics or its host, by their names."""
+        used = [name for method in self.methods for name in method.names]
+        return methods.distributions(used) | metrics.distributions(self.metrics) | hosts.distributions([self.model])
 
     def batches(self) -> Iterator[tuple[int, str, tuple[int, ...]]]:
         """Seed, kind and scenes of what is generated together, in the order of a run."""

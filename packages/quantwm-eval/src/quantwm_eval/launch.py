@@ -81,7 +81,7 @@ def work(task: Task) -> tuple[Cell, ...]:
     """
     limit_threads(task.source.threads)
     setup = _placed(task.setup)
-    _check_same(task.source, setup)
+    _check_same(task, setup)
     host, fresh = _loaded(task.experiment.model, setup), task.experiment.methods not in _warm
     cells = []
     for outcome in run(task.experiment, host, finished=task.finished, warm=not fresh):
@@ -180,8 +180,9 @@ def _placed(setup: Setup) -> Setup:
     return setup
 
 
-def _check_same(source: Provenance, setup: Setup) -> None:
-    unlike = resume.unlike(source, provenance.collect((), setup.device, _identified(setup)), OF_FIGURES)
+def _check_same(task: Task, setup: Setup) -> None:
+    here = provenance.collect((), setup.device, task.experiment.distributions(), _identified(setup))
+    unlike = resume.unlike(task.source, here, OF_FIGURES)
     if unlike:
         raise StateError(
             f"worker on {platform.node()}: not as the results file: {'; '.join(unlike)}; install the same versions and put the "

@@ -18,8 +18,8 @@ PARTS = ("methods", "scenes", "seeds")
 def load(paths: Sequence[Path]) -> Results:
     """Read and join results files whose experiments differ in methods, scenes and seeds only.
 
-    The last line of a file may be cut off. Provenance is the first file's, with the commands of all; what the
-    host was made from is known where all files say it.
+    The last line of a file may be cut off. Provenance is the first file's, with the commands of all and the
+    versions of all distributions whose methods they use; what the host was made from is known where all files say it.
 
     Raises:
         StateError: The experiments, hosts or versions do not fit, or two files hold one cell; the message says what.
@@ -43,8 +43,9 @@ def load(paths: Sequence[Path]) -> Results:
         seeds=_union([one.experiment.seeds for one in found]),
     )
     commands = "; ".join(dict.fromkeys(one.provenance.command for one in found))
+    versions = {name: version for one in found for name, version in one.provenance.versions.items()}
     host = None if any(one.provenance.host is None for one in found) else first.provenance.host
-    provenance = dataclasses.replace(first.provenance, command=commands, host=host)
+    provenance = dataclasses.replace(first.provenance, command=commands, versions=versions, host=host)
     return Results(experiment, provenance, tuple(cell for one in found for cell in one.cells))
 
 

@@ -22,6 +22,8 @@ OWN = ("core", "kernels", "models", "eval")
 """The project's packages, which know their version also where they are not installed but imported from their folders."""
 OTHERS = ("torch", "triton", "numpy", "scipy", "ml_dtypes", "opencv-python-headless", "av")
 """Packages that have a say in figures; those that are not installed have none."""
+ALWAYS = frozenset({"python", *(f"quantwm-{name}" for name in OWN), *OTHERS})
+"""What is stated whatever was measured; where it is not, it was not installed."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Provenance:
     Attributes:
         command: What was typed, quoted for a shell.
         date: UTC, ISO 8601, to the second.
-        versions: Of Python and of every package that has a say in the figures.
+        versions: Of Python and of every package that has a say in the figures, those included that register a method, a
+            metric or the host.
         platform: System and processor architecture.
         cores: Processor cores of the machine.
         threads: Threads that torch computes with.
@@ -72,12 +75,18 @@ def short(told: str) -> str:
     return re.sub(r"[0-9a-f]{40,}", lambda digits: digits[0][:12], told)
 
 
-def collect(arguments: Sequence[str], device: str = "cpu", host: Mapping[str, str] | None = None) -> Provenance:
+def collect(
+    arguments: Sequence[str],
+    device: str = "cpu",
+    registered: Mapping[str, str] | None = None,
+    host: Mapping[str, str] | None = None,
+) -> Provenance:
     """Look around.
 
     Args:
         arguments: Of the ``quantwm`` command.
         device: What the model runs on, as torch calls it.
+        registered: Versions of other distributions whose methods, metrics or host are used.
         host: What it was made from, if anybody knows.
 
     >>> collect(["demo", "--out", "my folder"]).command
@@ -86,7 +95,7 @@ def collect(arguments: Sequence[str], device: str = "cpu", host: Mapping[str, st
     return Provenance(
         command=shlex.join(["quantwm", *arguments]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=versions(),
+        versions=versions() | dict(registered or {}),
         platform=f"{platform.system()} {platform.machine()}",
         cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),

@@ -10,7 +10,7 @@ from typing import Any
 from quantwm_core.errors import FormatError, StateError
 from quantwm_eval import results
 from quantwm_eval.experiment import Experiment
-from quantwm_eval.provenance import Provenance, short
+from quantwm_eval.provenance import ALWAYS, Provenance, short
 from quantwm_eval.results import Results
 
 MACHINE = ("platform", "device", "cores", "threads")
@@ -106,8 +106,16 @@ def unlike(there: Provenance, here: Provenance, machine: Sequence[str] = MACHINE
     theirs, ours = there.to_json(), here.to_json()
     known = ("commit",) if there.commit and here.commit else ()
     chosen = [{name: plain[name] for name in (*known, *machine)} for plain in (theirs, ours)]
-    machines = differing(chosen[0], chosen[1])
-    return [*_hosts(there, here), *differing(theirs["versions"], ours["versions"]), *machines]
+    return [*_hosts(there, here), *_versions(there, here), *differing(chosen[0], chosen[1])]
+
+
+def _versions(there: Provenance, here: Provenance) -> list[str]:
+    """Their versions; those of distributions whose methods, metrics or host are used, where both state them."""
+    compared = ALWAYS | (there.versions.keys() & here.versions.keys())
+    theirs, ours = (
+        {name: version for name, version in one.versions.items() if name in compared} for one in (there, here)
+    )
+    return differing(theirs, ours)
 
 
 def _hosts(there: Provenance, here: Provenance) -> list[str]:

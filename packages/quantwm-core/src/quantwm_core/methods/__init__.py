@@ -6,7 +6,7 @@ distribution adds a method through the entry point group ``quantwm.methods``, wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
@@ -35,6 +35,15 @@ def names() -> tuple[str, ...]:
     ('bf16', 'kivi', 'klt', 'kvtc', 'oscar', 'quantwm', 'qvg', 'rtn')
     """
     return _FAMILY.names()
+
+
+def distributions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the other distributions that register some of these methods, by their names.
+
+    >>> distributions(["qvg"])
+    {}
+    """
+    return _FAMILY.distributions(names)
 
 
 @cache

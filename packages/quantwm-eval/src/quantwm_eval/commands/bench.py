@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from quantwm_core import methods
 from quantwm_core.errors import ParameterError, QuantWMError
 from quantwm_eval import output, provenance
 from quantwm_eval.commands.answer import BAD_OPTIONS, DONE, FAILED, Answer, Tell
@@ -131,7 +132,8 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
             output.check_file(options.out, (), options.overwrite)
     except QuantWMError as error:
         return Answer("", f"quantwm bench: {error}", BAD_OPTIONS)
-    known = {"provenance": provenance.collect(given, options.device).to_json()}
+    registered = methods.distributions(name for method in options.methods for name in method.names)
+    known = {"provenance": provenance.collect(given, options.device, registered).to_json()}
     lines: list[dict[str, Any]] = []
     wrong = ""
     for line in measure(plan, options.methods, tell):
@@ -141,13 +143,13 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
     return Answer(table.render(lines), f"quantwm bench: {wrong}" if wrong else "", FAILED if wrong else DONE)
 
 
-def _check_methods(methods: Sequence[MethodChoice]) -> None:
+def _check_methods(wanted: Sequence[MethodChoice]) -> None:
     """Refuse what only a host could tell a cache.
 
     Raises:
         ParameterError: A method looks ahead.
     """
-    for method in methods:
+    for method in wanted:
         scheme = method.scheme(chunks_per_seal=1)
         if scheme.frames_ahead and scheme.uses_queries:
             raise ParameterError(

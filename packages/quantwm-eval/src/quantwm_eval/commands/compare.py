@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, given: Sequence[str], tell: Tell) -> Answer
     scores = list(tqdm(found, total=len(pairs), unit="video", disable=None, leave=False))
     table = compare.table(scores, wanted)
     if options.out is not None:
-        text = compare.to_json(scores, provenance.collect(given))
+        text = compare.to_json(scores, provenance.collect(given, registered=metrics.distributions(wanted)))
         if wrong := output.write(options.out, text):  # what was measured is printed
             return Answer(table, f"quantwm compare: {wrong}", FAILED)
     return Answer(table)

@@ -102,6 +102,7 @@ def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: Ex
         )
         host = DemoHost()
         total = count_chunks(wanted, host)
+        source = provenance.collect(given, registered=wanted.distributions(), host={})
         folder = output.prepare(getattr(options, "out", None), DEFAULT_OUT, options.overwrite)
         held.enter_context(ownership.owned(folder))
     except QuantWMError as error:
@@ -113,7 +114,7 @@ def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: Ex
             bar.set_postfix_str(title, refresh=False)
             bar.update()
 
-        made = produce(wanted, host, provenance.collect(given, host={}), folder, progress)
+        made = produce(wanted, host, source, folder, progress)
     return _conclude(made)
 
 

@@ -76,7 +76,7 @@ def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: Ex
         setup = Setup(options.device, **{part: getattr(options, part) for part in OF_HOST if part in options})
         wanted, host = _prepared(options, setup)
         count_chunks(wanted, host)
-        source = provenance.collect(given, options.device, identity.identify(setup))
+        source = provenance.collect(given, options.device, wanted.distributions(), identity.identify(setup))
         options.out.mkdir(parents=True, exist_ok=True)
         held.enter_context(ownership.owned(options.out))
         begun = resume.begin(path, wanted, source)

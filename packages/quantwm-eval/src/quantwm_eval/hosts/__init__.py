@@ -6,7 +6,7 @@ entry-point group ``quantwm.hosts``. A host's own code is the user's checkout: n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -16,7 +16,7 @@ from quantwm_core.plugin import Family
 from quantwm_eval.host import Host
 from quantwm_models import adapters
 
-__all__ = ["Loader", "Setup", "get", "names"]
+__all__ = ["Loader", "Setup", "distributions", "get", "names"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,15 @@ def names() -> tuple[str, ...]:
     True
     """
     return _FAMILY.names()
+
+
+def distributions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the other distributions that register some of these hosts, by their names.
+
+    >>> distributions(["demo"])
+    {}
+    """
+    return _FAMILY.distributions(names)
 
 
 def get(name: str) -> Loader:

@@ -7,12 +7,13 @@ Other distributions add theirs through the entry-point group ``quantwm.metrics``
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 
 from quantwm_core.errors import PluginError
 from quantwm_core.plugin import Family
 from quantwm_eval.metric import Metric
 
-__all__ = ["get", "installed", "loaded", "names"]
+__all__ = ["distributions", "get", "installed", "loaded", "names"]
 
 
 def _is_metric(found: object) -> bool:
@@ -29,6 +30,15 @@ def names() -> tuple[str, ...]:
     True
     """
     return _FAMILY.names()
+
+
+def distributions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the other distributions that register some of these metrics, by their names.
+
+    >>> distributions(["psnr"])
+    {}
+    """
+    return _FAMILY.distributions(names)
 
 
 def installed() -> tuple[str, ...]:
