@@ -6,10 +6,13 @@ import tomllib
 from importlib.metadata import EntryPoints
 from pathlib import Path
 
+import numpy as np
+import PIL.Image
 import pytest
 
 from quantwm_core import plugin
 from quantwm_eval import cli, experiment_file, hosts, metrics, named
+from tests.distributions import install
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
 
@@ -20,7 +23,7 @@ def blocks(language: str) -> list[str]:
 
 def test_every_command_on_the_page_can_be_typed() -> None:
     lines = [line for block in blocks("sh") for line in block.splitlines()]
-    assert len(lines) == 16
+    assert len(lines) == 18
     for line in lines:
         program, *arguments = shlex.split(line.partition(" > ")[0], comments=True)
         assert program == "quantwm"
@@ -46,6 +49,24 @@ def test_the_entry_points_on_the_page_are_those_that_are_looked_for(monkeypatch:
     for family in (metrics, hosts):
         family.names()
     assert {group for entries in told for group in entries} == asked
+
+
+def test_the_host_on_the_page_is_measured_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = next(number for number, text in enumerate(blocks("python")) if "class Pond:" in text)
+    (tmp_path / "pond_of_the_page.py").write_text("\n".join(blocks("python")[first : first + 2]))
+    (tmp_path / "pictures").mkdir()
+    for number in range(2):
+        level = np.full((32, 32, 3), 80 * number, np.uint8)
+        PIL.Image.fromarray(level).save(tmp_path / "pictures" / f"{number}.png")
+    install(tmp_path, "pond", "quantwm.hosts", {"pond": "pond_of_the_page:load"})
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (typed,) = (text.splitlines() for text in blocks("sh") if "--host pond" in text)
+    for line in typed:
+        assert cli.main(shlex.split(line)[1:]) == 0
+    assert "prompt: PSNR, dB ↑" in capsys.readouterr().out
 
 
 def test_every_metric_is_on_the_page() -> None:
