@@ -185,6 +185,12 @@ def test_a_run_is_not_continued_on_other_inputs(given: list[str], capsys: pytest
     assert results.load(path).missing == 0
 
 
+def test_results_are_not_written_into_inputs(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*given, "--scenes", "0", "--inputs", "scenes", "--out", "scenes/out"]) == 2
+    assert "--out scenes/out: lies in --inputs scenes" in capsys.readouterr().err
+    assert not Path("scenes/out").exists()
+
+
 def test_parts_of_other_inputs_are_not_reported_together(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     parts = []
     for scene, inputs in ((0, "scenes"), (1, "scenes"), (2, "other")):

@@ -144,6 +144,7 @@ NEVER = object()
         (("provenance", "versions"), {"torch": 2.13}, "provenance.versions.torch: got 2.13, need a text"),
         (("provenance", "command"), 3, "provenance.command: got 3, need a text"),
         (("provenance", "threads"), 0, "provenance.threads: got 0, need a whole number of at least 1"),
+        (("provenance", "host"), {"inputs": None}, "provenance.host.inputs: got None, need a text"),
         (("provenance", "device"), [], "provenance.device: got [], need a text"),
     ],
 )

@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
+from quantwm_core.errors import ParameterError
 from quantwm_eval.hosts import Setup
 from quantwm_eval.provenance import commit_of
 
@@ -61,6 +62,24 @@ def identify(setup: Setup) -> dict[str, str]:
         if path is not None
     }
     return found | ({"size": setup.size} if setup.size else {})
+
+
+def check_apart(setup: Setup, folder: Path) -> None:
+    """Refuse to write into what a host is made from, which the first result would change.
+
+    Args:
+        setup: What it is made from.
+        folder: Where results go; where it lies in a checkout they change nothing of the code.
+
+    Raises:
+        ParameterError: All of a folder counts, and this one is in it.
+    """
+    for part in ("weights", "inputs"):
+        path: Path | None = getattr(setup, part)
+        if path is not None and folder.resolve().is_relative_to(path.resolve()):
+            raise ParameterError(
+                f"--out {folder}: lies in --{part} {path}, of which all counts when the run goes on; name a folder elsewhere"
+            )
 
 
 def _config(setup: Setup) -> Path | None:

@@ -74,6 +74,7 @@ def _run(options: argparse.Namespace, given: Sequence[str], tell: Tell, held: Ex
         if options.videos or "vbench" in options:
             output.check_folder(options.out / films.VIDEOS)
         setup = Setup(options.device, **{part: getattr(options, part) for part in OF_HOST if part in options})
+        identity.check_apart(setup, options.out)
         wanted, host = _prepared(options, setup)
         count_chunks(wanted, host)
         source = provenance.collect(given, options.device, wanted.distributions(), identity.identify(setup))
