@@ -1,5 +1,6 @@
 """The memory that reads share: allocated once, filled only where it must be."""
 
+import copy
 import weakref
 from typing import Any
 
@@ -11,6 +12,7 @@ from quantwm_kernels.reading import ReadPlan
 from quantwm_models import LayerCache, Workspace
 from quantwm_models.report import CacheReport, total
 from tests.models.chunks import bits, chunk, fill
+from tests.models.worlds import layers
 
 
 class Counter:
@@ -233,3 +235,14 @@ def test_what_reads_go_through_and_files_name_is_not_replaced(name: str) -> None
     with pytest.raises(AttributeError):
         setattr(cache, name, Workspace())
     assert [bits(each) for each in cache.read()] == before
+
+
+def test_a_copied_cache_has_a_workspace_of_its_own() -> None:
+    caches = layers(count=2)
+    for cache in caches:
+        fill(cache, 3)
+    expected = [bits(half) for half in caches[1].read()]
+    copies = copy.deepcopy(caches)
+    assert copies[0].workspace is copies[1].workspace is not caches[0].workspace
+    copies[0].read()
+    assert [bits(half) for half in caches[1].read()] == [bits(half) for half in copies[1].read()] == expected

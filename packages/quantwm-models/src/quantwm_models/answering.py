@@ -59,10 +59,10 @@ class Answering(Holding):
         """Keys and values of window tokens ``start`` to ``stop`` (all by default).
 
         Returns:
-            BF16 ``[B, H, n, D]`` views of the workspace, valid until the next read through it; not to be written,
-            nor changed in place in any way: the same views are handed out again. On a GPU they are memory of the stream that
-            allocated the workspace: who reads on another one orders the two, and finds a unit there only once a later change
-            has confirmed it; until then it is there on the stream on which it was sealed.
+            BF16 ``[B, H, n, D]`` views of the workspace, valid until the next read through it in this thread; not to be
+            written, nor changed in place in any way: the same views are handed out again. On a GPU they are memory of the
+            stream that allocated the workspace: who reads on another one orders the two, and finds a unit there only once a later
+            change has confirmed it; until then it is there on the stream on which it was sealed.
 
         Raises:
             RangeError: The range lies outside the window.

@@ -15,6 +15,7 @@ from quantwm_kernels.sealing import forget_recordings
 from quantwm_models import adapters
 from quantwm_models.cache import LayerCache
 from quantwm_models.errors import HostError
+from quantwm_models.made import Made, Place
 from quantwm_models.observer import CacheObserver, checked_observers
 from quantwm_models.offload import Offload
 from quantwm_models.options import check_flag
@@ -39,18 +40,26 @@ class Attachment:
         self.adapter = ""
         self.detached = False
         self._observers = checked_observers(observers)
-        self._caches: dict[tuple[str, int], LayerCache] = {}
+        self._made = Made()
         self._undo: Callable[[], None] | None = None
 
     @property
     def caches(self) -> tuple[LayerCache, ...]:
-        """The caches that the host was given last, by branch and layer; they can still be asked after leaving."""
+        """The caches that the host was given last, by branch and layer; they can still be asked after leaving.
+
+        Where several threads run the host at once, a thread gets those of its own video, and one that made none those that
+        were made last.
+        """
         return tuple(self._caches.values())
 
     @property
-    def layers(self) -> Mapping[tuple[str, int], LayerCache]:
+    def layers(self) -> Mapping[Place, LayerCache]:
         """The same by branch and layer, in order."""
         return dict(sorted(self._caches.items()))
+
+    @property
+    def _caches(self) -> Mapping[Place, LayerCache]:
+        return self._made.here()
 
     def __enter__(self) -> Self:
         if self.detached:
@@ -86,8 +95,8 @@ class Attachment:
                 undo()
 
     def _confirm(self) -> None:
-        for cache in self.caches:
-            cache.workspace.confirm()
+        for cache in self._made.everywhere():
+            cache.confirm()
 
     def report(self) -> CacheReport:
         """Sum over all layers since their caches last began anew: the current video, or the last history of a host that rebuilds.
@@ -95,9 +104,10 @@ class Attachment:
         Raises:
             DomainError: A GPU could not seal one of the last units.
         """
-        workspaces = {id(cache.workspace): cache.workspace.nbytes for cache in self.caches}
-        offloads = {id(cache.offload): cache.offload.nbytes for cache in self.caches if cache.offload is not None}
-        reports = (cache.report() for cache in self.caches)
+        caches = self.caches
+        workspaces = {id(cache.workspace): cache.workspace.nbytes for cache in caches}
+        offloads = {id(cache.offload): cache.offload.nbytes for cache in caches if cache.offload is not None}
+        reports = (cache.report() for cache in caches)
         return total(reports, sum(workspaces.values()), sum(offloads.values()))
 
     def connect(self, adapter: adapters.Adapter, pipeline: object) -> None:
@@ -152,7 +162,7 @@ class Attachment:
             observers=self._observers,
             turning=turning,
         )
-        self._caches[branch, layer] = cache
+        self._made.add((branch, layer), cache)
         return cache
 
 

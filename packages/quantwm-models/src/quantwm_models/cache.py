@@ -31,7 +31,8 @@ from quantwm_models.workspace import Workspace
 class LayerCache(Answering):
     """Keys and values of one layer: the active chunk in BF16, completed ones sealed, a window that may slide.
 
-    Tokens are named in *window coordinates*: 0 is the oldest live token. A call that fails leaves the cache as it was.
+    Tokens are named in *window coordinates*: 0 is the oldest live token. A call that fails leaves the cache as it was. Threads may
+    have a cache each, of one workspace too, and hand one on between two calls; two threads are not to use one cache at once.
 
     Args:
         scheme: Method name, or a :class:`quantwm_core.method.Scheme`.
@@ -130,7 +131,7 @@ class LayerCache(Answering):
             StateError, DeviceError: A tensor requires grad, or lives where no implementation serves it, or apart from the queries
                 before.
         """
-        self.workspace.confirm()
+        self.confirm()
         with self._located:
             exact_keys, exact_values, geometry = exact_chunk(keys, values, self._geometry, copy=copy)
             if self._geometry is None:
@@ -150,7 +151,7 @@ class LayerCache(Answering):
         Raises:
             QuantWMError: As :meth:`append`; the cache is still what it was then.
         """
-        self.workspace.confirm()
+        self.confirm()
         with self._located:
             exact_keys, exact_values, geometry = exact_chunk(keys, values, None, copy=copy)
             self.scheme.check_channels(geometry.key_channels, geometry.value_channels)
@@ -178,7 +179,7 @@ class LayerCache(Answering):
             ShapeError: The tensors are not of so many tokens, or those are no whole numbers above 0.
             QuantWMError: As :meth:`append` and :meth:`observe`; the cache is still what it was then.
         """
-        self.workspace.confirm()
+        self.confirm()
         with self._located:
             told = bool(self.observers)
             history = History(self._rewound(), self._contents, self.scheme, self._learning, told=told)
@@ -204,7 +205,7 @@ class LayerCache(Answering):
             ShapeError, DtypeError: The tensors are not what the active chunk holds.
             DomainError: On a GPU, as :meth:`append`, of units that an earlier call began to seal.
         """
-        self.workspace.confirm()
+        self.confirm()
         with self._located:
             exact_keys, exact_values, _ = exact_chunk(keys, values, self._geometry, copy=copy)
             self._contents = self._contents.overwrite(exact_keys, exact_values)
@@ -216,7 +217,7 @@ class LayerCache(Answering):
         Raises:
             DomainError: A chunk that is due holds NaN, Inf or numbers beyond 2**60.
         """
-        self.workspace.confirm()
+        self.confirm()
         with self._located:
             self._commit(self._contents.complete(), self._geometry)
 
@@ -229,7 +230,7 @@ class LayerCache(Answering):
             RangeError: The range lies outside the window.
             DomainError: A chunk that is due holds NaN, Inf or numbers beyond 2**60.
         """
-        self.workspace.confirm()
+        self.confirm()
         with self._located:
             self._commit(self._contents.evict(start, stop), self._geometry)
 

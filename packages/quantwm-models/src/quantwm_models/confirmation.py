@@ -17,10 +17,10 @@ class Confirmation:
     Args:
         layer: Number of the cache's layer.
         units: What is being sealed.
-        believe: The cache's own method, which takes what became of them.
+        believe: The cache's own method, which waits for them and takes what became of them.
     """
 
-    def __init__(self, layer: int, units: Unconfirmed, believe: Callable[[], None]) -> None:
+    def __init__(self, layer: int, units: Unconfirmed, believe: Callable[[Unconfirmed], None]) -> None:
         self._layer = layer
         self._units = units
         self._believe = weakref.WeakMethod(believe)
@@ -33,7 +33,7 @@ class Confirmation:
         """
         believe = self._believe()
         if believe is not None:
-            believe()
+            believe(self._units)
             return
         with located(f"layer {self._layer}"):
             self._units.wait()

@@ -99,7 +99,7 @@ class Holding(ABC):
         Raises:
             DomainError: As :meth:`quantwm_models.LayerCache.append`, of a unit that a GPU could not seal.
         """
-        self.workspace.confirm()
+        self.confirm()
         return self._contents
 
     @property
@@ -110,13 +110,23 @@ class Holding(ABC):
     @property
     def chunks(self) -> tuple[SealedChunk, ...]:
         """Sealed units that hold a live token, oldest first; waits for units being sealed, as :attr:`contents` does."""
-        self.workspace.confirm()
+        self.confirm()
         return tuple(self._contents.units[span].chunk for span in self._contents.stream.units)
 
     @property
     def queries(self) -> CausalQueries:
         """Query statistics."""
         return self._contents.queries
+
+    def confirm(self) -> None:
+        """Wait for what a GPU is sealing: of this layer, and of whichever shares the workspace in the calling thread.
+
+        Raises:
+            DomainError: As :meth:`quantwm_models.LayerCache.append`.
+        """
+        self._workspace.confirm()
+        if self._unconfirmed is not None:  # another thread began it, and handed the cache over
+            self._confirm(self._unconfirmed[0])
 
     def clear(self) -> None:
         """Forget everything, statistics and counters included; a new video begins."""
@@ -158,7 +168,7 @@ class Holding(ABC):
         check_shared("offload", offload, Offload)
         if offload is self.offload:
             return
-        self.workspace.confirm()
+        self.confirm()
         with self._located:
             before, contents = self.offload, self._contents
             if self._geometry is not None:
@@ -210,13 +220,13 @@ class Holding(ABC):
         if self.observers:
             self._tell(sealings, before.gone(settled))
 
-    def _confirm(self) -> None:
-        """Wait for the units that are being sealed.
+    def _confirm(self, begun: Unconfirmed) -> None:
+        """Wait for the units that are being sealed, unless others are by now.
 
         Raises:
             DomainError: One cannot be; the cache is what it was before the call that began to seal it.
         """
-        if self._unconfirmed is None:
+        if self._unconfirmed is None or self._unconfirmed[0] is not begun:
             return
         unconfirmed, before, geometry = self._unconfirmed
         with self._located:

@@ -7,6 +7,7 @@ before is still at work in the other. Which layer comes next is learned from the
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -44,7 +45,8 @@ class Staged(NamedTuple):
 class Offload:
     """Host memory for the sealed units of all layers of a host, and two slots on each device that reads them.
 
-    Where no GPU reads, the same is done without pinning and without a stream.
+    Where no GPU reads, the same is done without pinning and without a stream. Several threads may read: one launches its reads
+    after the other.
 
     Attributes:
         ahead: Reads whose units had been asked for before.
@@ -76,6 +78,11 @@ class Offload:
         self.ahead = 0
         self.late = 0
         self.generation = 0
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[type[Offload], tuple[()]]:
+        """A copy, as of a host that is copied, knows no layer yet."""
+        return Offload, ()
 
     @property
     def nbytes(self) -> int:
@@ -93,21 +100,24 @@ class Offload:
 
     def expect(self, layer: object, units: Sequence[Unit], device: torch.device) -> None:
         """State which units a read of a layer needs from now on."""
-        known = layer in self._wanted
-        self._wanted[layer] = (device, tuple(units))
-        if not known:
-            self._follows(layer)
+        with self._lock:
+            known = layer in self._wanted
+            self._wanted[layer] = (device, tuple(units))
+            if not known:
+                self._follows(layer)
 
     def forget(self, layer: object) -> None:
         """A layer has nothing in host memory any more."""
-        self._wanted.pop(layer, None)
+        with self._lock:
+            self._wanted.pop(layer, None)
 
     def release(self) -> None:
         """Give the memory of the slots back, once all that reads it is done."""
-        for device in self._slots:
-            _synchronise(device)
-        self._slots.clear()
-        self.generation += 1
+        with self._lock:
+            for device in self._slots:
+                _synchronise(device)
+            self._slots.clear()
+            self.generation += 1
 
     @contextmanager
     def staged(self, layer: object) -> Iterator[Staged]:
@@ -116,6 +126,10 @@ class Offload:
         Raises:
             StateError: A CUDA graph is being captured, which would replay the copy of what is no longer there.
         """
+        with self._lock:  # a slot is not filled anew before what reads it is launched
+            yield from self._staged(layer)
+
+    def _staged(self, layer: object) -> Iterator[Staged]:
         device, units = self._wanted[layer]
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise StateError(

@@ -8,6 +8,8 @@ stores instead of tensors, and the function, so that it understands their ranges
 from __future__ import annotations
 
 import inspect
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -112,7 +114,7 @@ def hook(host: RollingDict, make_cache: MakeCache) -> Callable[[], None]:
         if not callable(getattr(module, host.attention, None)):
             raise HostError(f"module {module.__name__}: need a function {host.attention!r}, which is not there")
     with ExitStack() as stack:
-        _enter(stack, host, _Allocator(host, allocate, make_cache, Workspace(token_major=True)))
+        _enter(stack, host, _Allocator(host, allocate, make_cache))
         return stack.pop_all().close
 
 
@@ -138,13 +140,11 @@ def _enter(stack: ExitStack, host: RollingDict, allocator: _Allocator) -> None:
 class _Allocator:
     """The host's allocator, run where tensors take no memory, and its cache tensors replaced."""
 
-    def __init__(
-        self, host: RollingDict, allocate: Callable[..., Any], make_cache: MakeCache, workspace: Workspace
-    ) -> None:
+    def __init__(self, host: RollingDict, allocate: Callable[..., Any], make_cache: MakeCache) -> None:
         self.host = host
         self.allocate = allocate
         self.make_cache = make_cache
-        self.workspace = workspace
+        self.workspaces: weakref.WeakValueDictionary[int, Workspace] = weakref.WeakValueDictionary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         host = self.host
@@ -172,11 +172,18 @@ class _Allocator:
                 )
         keys, values = entries["k"], entries["v"]
         sink, slots = self.host.sink(keys.shape[1]), self.host.slots(keys.shape[1])
-        self.workspace.reserve(slots)
+        workspace = self._workspace()
+        workspace.reserve(slots)
         materialise(entries, device, without=("k", "v"))
-        cache = self.make_cache(
-            layer, branch=branch, sink=sink, workspace=self.workspace, turning=self.host.turning(keys.shape[1])
-        )
+        turning = self.host.turning(keys.shape[1])
+        cache = self.make_cache(layer, branch=branch, sink=sink, workspace=workspace, turning=turning)
         cache.ranks = self.host.ranks(keys.shape[2])
         shapes = ((each.shape[0], slots, *each.shape[2:]) for each in (keys, values))
         entries["k"], entries["v"] = pair(cache, next(shapes), keys.dtype, device, next(shapes))
+
+    def _workspace(self) -> Workspace:
+        """Memory for reads of the caches that the calling thread asks for; it lives as long as they do."""
+        made = self.workspaces.get(threading.get_ident())
+        if made is None:
+            made = self.workspaces[threading.get_ident()] = Workspace(token_major=True)
+        return made

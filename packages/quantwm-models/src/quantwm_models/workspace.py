@@ -1,8 +1,12 @@
-"""The BF16 keys and values of one read, in memory that all layers share."""
+"""The BF16 keys and values of one read, in memory that all layers share, of each thread that reads."""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,10 +35,44 @@ class Segment(NamedTuple):
     span: Span
 
 
-class Workspace:
-    """Memory for the keys and values of one read at a time.
+@dataclass(eq=False)
+class _Memory:
+    """What one thread reads into.
 
-    What was read last stays until the next read: a read that begins with the same segments keeps them.
+    Attributes:
+        buffers: Keys and values of the last read.
+        shapes: ``(B, H, D)`` of each.
+        segments: What they hold.
+        parts: Views of them.
+        unconfirmed: Waits for what one of the layers is sealing. There is one at a time, whose BF16 tokens are still there.
+    """
+
+    buffers: tuple[Tensor, Tensor] | None = None
+    shapes: tuple[Sequence[int], Sequence[int]] | None = None
+    segments: tuple[Segment, ...] = ()
+    parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    unconfirmed: Callable[[], None] | None = None
+
+    def forget(self) -> None:
+        """Hold nothing."""
+        self.buffers, self.shapes, self.segments = None, None, ()
+        self.parts.clear()
+
+
+class _Here(threading.local):
+    """The memory of the calling thread, made when it first asks, and added to those of a workspace."""
+
+    def __init__(self, memories: weakref.WeakSet[_Memory], lock: threading.Lock) -> None:
+        self.memory = _Memory()
+        with lock:
+            memories.add(self.memory)
+
+
+class Workspace:
+    """Memory for the keys and values of one read at a time, in each thread that reads.
+
+    What was read last stays until the next read of the same thread: a read that begins with the same segments keeps them. A
+    thread's memory is taken by its first read and goes when the thread ends, or by :meth:`release`.
 
     Args:
         capacity: Tokens to make room for at the first read.
@@ -44,41 +82,55 @@ class Workspace:
     def __init__(self, capacity: int = 0, *, token_major: bool = False) -> None:
         self.capacity = capacity
         self.token_major = token_major
-        self._buffers: tuple[Tensor, Tensor] | None = None
-        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._shapes: tuple[Sequence[int], Sequence[int]] | None = None
-        self._segments: tuple[Segment, ...] = ()
-        # Waits for what one of the layers is sealing. There is one at a time, whose BF16 tokens are still there.
-        self.unconfirmed: Callable[[], None] | None = None
+        self._memories: weakref.WeakSet[_Memory] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._here = _Here(self._memories, self._lock)
+
+    def __reduce__(self) -> tuple[Callable[..., Workspace], tuple[int]]:
+        """A copy, as of a host that is copied with its caches, has read nothing."""
+        return partial(Workspace, token_major=self.token_major), (self.capacity,)
+
+    @property
+    def unconfirmed(self) -> Callable[[], None] | None:
+        """Waits for what one of the layers is sealing, begun by the calling thread; None where nothing is."""
+        return self._here.memory.unconfirmed
+
+    @unconfirmed.setter
+    def unconfirmed(self, wait: Callable[[], None] | None) -> None:
+        self._here.memory.unconfirmed = wait
 
     def confirm(self) -> None:
-        """Wait for what one of the layers is sealing, before any changes.
+        """Wait for what one of the layers is sealing, begun by the calling thread, before any changes.
 
         Raises:
             DomainError: It cannot be sealed; the message names the layer, and its cache is as it was.
         """
-        if self.unconfirmed is None:
+        mine = self._here.memory
+        if mine.unconfirmed is None:
             return
         try:
-            self.unconfirmed()
+            mine.unconfirmed()
         except Exception:
-            self.unconfirmed = None  # that layer has decided; after an interrupt it is asked again
+            mine.unconfirmed = None  # that layer has decided; after an interrupt it is asked again
             raise
-        self.unconfirmed = None
+        mine.unconfirmed = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage."""
-        return 0 if self._buffers is None else storage_nbytes(self._buffers)
+        """Bytes of storage, of all threads."""
+        with self._lock:
+            held = [memory.buffers for memory in self._memories]
+        return sum(storage_nbytes(buffers) for buffers in held if buffers is not None)
 
     def reserve(self, tokens: int) -> None:
         """Make room for reads of that many tokens at the next allocation."""
         self.capacity = max(self.capacity, tokens)
 
     def release(self) -> None:
-        """Give the memory back; tensors that a read returned keep theirs alive."""
-        self._buffers, self._shapes, self._segments = None, None, ()
-        self._parts.clear()
+        """Give the memory of all threads back, none of which may be reading; tensors that a read returned keep theirs alive."""
+        with self._lock:
+            for memory in self._memories:
+                memory.forget()
 
     def view(
         self, keys: tuple[int, int, int], values: tuple[int, int, int], tokens: int, device: torch.device
@@ -90,44 +142,50 @@ class Workspace:
             tokens: Tokens of the read.
             device: Where they are needed.
         """
-        enough = self._buffers is not None and tokens <= self._buffers[0].shape[1 if self.token_major else 2]
-        if not enough or self._shapes != (keys, values) or self._buffers is None or self._buffers[0].device != device:
-            capacity = max(self.capacity, tokens if self._buffers is None else int(GROWTH * tokens))
-            self.release()
-            self._buffers = (self._allocate(keys, capacity, device), self._allocate(values, capacity, device))
-            self._shapes, self.capacity = (keys, values), capacity
-        return self.part(0, tokens)
+        mine = self._here.memory
+        buffers = mine.buffers
+        enough = buffers is not None and tokens <= buffers[0].shape[1 if self.token_major else 2]
+        if not enough or mine.shapes != (keys, values) or buffers is None or buffers[0].device != device:
+            capacity = max(self.capacity, tokens if buffers is None else int(GROWTH * tokens))
+            del buffers
+            mine.forget()
+            mine.buffers = (self._allocate(keys, capacity, device), self._allocate(values, capacity, device))
+            mine.shapes, self.capacity = (keys, values), capacity
+        return self._part(mine, 0, tokens)
 
     def part(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Views ``[B, H, stop - start, D]`` of tokens of the last :meth:`view`; each pass of a chunk asks for the same.
+        """Views ``[B, H, stop - start, D]`` of tokens of the thread's last :meth:`view`; each pass of a chunk asks for the same.
 
         Whoever reads them is not to write them, nor to change them in place in any way: the same views are handed out again.
         """
-        if (start, stop) not in self._parts:
-            if len(self._parts) == MOST_PARTS:
-                self._parts.clear()
-            self._parts[start, stop] = self._made(start, stop)
-        return self._parts[start, stop]
+        return self._part(self._here.memory, start, stop)
 
     def kept(self, segments: Sequence[Segment]) -> int:
-        """How many leading ``segments`` the memory holds already, at the same place."""
+        """How many leading ``segments`` the thread's memory holds already, at the same place."""
         same = 0
-        for held, wanted in zip(self._segments, segments, strict=False):
+        for held, wanted in zip(self._here.memory.segments, segments, strict=False):
             if held != wanted:
                 break
             same += 1
         return same
 
     def holds(self, segments: Sequence[Segment]) -> None:
-        """State what the memory holds from now on."""
-        self._segments = tuple(segments)
+        """State what the thread's memory holds from now on."""
+        self._here.memory.segments = tuple(segments)
 
-    def _made(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        if self._buffers is None:
+    def _part(self, memory: _Memory, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        if (start, stop) not in memory.parts:
+            if len(memory.parts) == MOST_PARTS:
+                memory.parts.clear()
+            memory.parts[start, stop] = self._made(memory.buffers, start, stop)
+        return memory.parts[start, stop]
+
+    def _made(self, buffers: tuple[Tensor, Tensor] | None, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        if buffers is None:
             raise StateError(f"tokens {start} to {stop} of a workspace without memory; ask for a view first")
         # A view outlives the mode that it was made in.
         with torch.inference_mode(False), torch.no_grad():
-            first, second = (self._cut(buffer, start, stop) for buffer in self._buffers)
+            first, second = (self._cut(buffer, start, stop) for buffer in buffers)
         return first, second
 
     def _cut(self, buffer: Tensor, start: int, stop: int) -> Tensor:
