@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -16,7 +17,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantwm_models import Attachment, LayerCache, attach
+from quantwm_core.errors import StateError
+from quantwm_models import Attachment, LayerCache, attach, snapshot
 from tests.models import longcat_host
 from tests.models.chunks import bits, normal
 from tests.models.wan_host import CHANNELS, FRAME, Block, Entry, Model, attention, put, turned
@@ -108,6 +110,7 @@ def held(chunks: Sequence[Chunk], ranks: int = 1) -> dict[str, Tensor]:
 def share(rank: Rank, folder: Path, tokens: int) -> None:
     """Seal, then serve."""
     seal(rank, folder, tokens)
+    keep(rank, folder, tokens)
     serve(rank)
 
 
@@ -122,6 +125,22 @@ def seal(rank: Rank, folder: Path, tokens: int) -> None:
     assert collectives.names == []
     for name, arrays in (("heads", of_heads), ("tokens", of_tokens)):
         save_file({key: each.cpu().contiguous() for key, each in arrays.items()}, folder / f"{name}-{rank.number}")
+
+
+def keep(rank: Rank, folder: Path, tokens: int) -> None:
+    """Save a share of the heads, which no other rank can load."""
+    cache, (keys, values, _) = LayerCache("rtn"), stream(OWN_HEADS, tokens, rank.device)[0]
+    cache.ranks = rank.count
+    cache.append(keys, values)
+    snapshot.save(cache, folder / f"world.{rank.number}")
+    dist.barrier()
+    resumed, other = LayerCache("rtn"), (rank.number + 1) % rank.count
+    for ranks in (1, rank.count):
+        resumed.ranks = ranks
+        with pytest.raises(StateError, match=f"'rank {other} of {rank.count}', this is 'rank {rank.number} of"):
+            snapshot.load(resumed, folder / f"world.{other}")
+    snapshot.load(resumed, folder / f"world.{rank.number}")
+    assert torch.equal(resumed.read()[0], cache.read()[0])
 
 
 def serve(rank: Rank) -> None:

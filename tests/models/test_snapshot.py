@@ -1,6 +1,7 @@
 """A cache in a file: what goes on from it is what would have been."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from safetensors import safe_open
 
 from quantwm_core import methods
-from quantwm_core.errors import StateError
+from quantwm_core.errors import FormatError, StateError
 from quantwm_models import LayerCache, attach, snapshot
+from quantwm_models.ranks import Rank
 from quantwm_models.store import pair
 from tests.models.chunks import bits, chunk, fill, normal
 from tests.models.chunks import snapshot as held
@@ -18,7 +20,7 @@ from tests.models.golden import make as golden
 from tests.models.longcat_host import TOKENS, WIDTH, LongCatVideoPipeline
 from tests.models.rolling_host import Pipeline, Settings
 from tests.models.test_attach import ADAPTER
-from tests.models.worlds import PARAMETERS, allocated, go_on, layers, value
+from tests.models.worlds import PARAMETERS, allocated, changed, go_on, layers, refused, value
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
@@ -157,6 +159,36 @@ def test_what_the_caller_adds_comes_back(tmp_path: Path) -> None:
     assert torch.equal(extra["noise"], state)
     with pytest.raises(StateError, match=r"extra\.noise: the tensor requires grad"):
         snapshot.save(cache, tmp_path / "world", {"noise": torch.ones(1, requires_grad=True)})
+
+
+def test_a_rank_is_that_of_who_shares_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, cache = tmp_path / "world", layers(count=1)
+    go_on(cache, 0, 2)
+
+    def this_is(rank: Rank | None) -> None:
+        monkeypatch.setattr(snapshot, "rank_here", lambda: rank)
+
+    this_is(Rank(1, 2))
+    snapshot.save(cache, path)
+    this_is(Rank(0, 2))
+    snapshot.load(cache, path)  # of a rank that shares nothing
+    cache[0].ranks = 2
+    this_is(None)
+    snapshot.save(cache, path)
+    this_is(Rank(0, 2))
+    snapshot.load(cache, path)  # of a process that knew no ranks, as older files are
+    snapshot.save(cache, path)
+    for here in (Rank(1, 2), Rank(0, 4), Rank(0, 1)):
+        this_is(here)
+        refused(cache, path, StateError, f"the file is of 'rank 0 of 2', this is '{here}'")
+    this_is(None)
+    snapshot.load(cache, path)
+    this_is(Rank(0, 2))
+    snapshot.load(cache, path)
+    wrong: list[Any] = [0, [0], [0, 2, 2], [2, 2], [-1, 2], [0, 0], ["0", 2], {}]
+    for damaged in wrong:
+        changed(path, partial(dict.update, rank=damaged))
+        refused(cache, path, FormatError, "rank")
 
 
 @pytest.mark.parametrize("version", range(1, snapshot.VERSION + 1))

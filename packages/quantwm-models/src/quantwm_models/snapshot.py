@@ -26,6 +26,7 @@ from quantwm_models.cache import LayerCache
 from quantwm_models.errors import located
 from quantwm_models.handed import Caches, check_path, extra_tensors, listed_caches, plain
 from quantwm_models.memory import explained
+from quantwm_models.ranks import rank_here, rank_told
 from quantwm_models.recorded import Recorder, Source
 
 FORMAT, VERSION = "quantwm-snapshot", 1
@@ -36,7 +37,7 @@ _ADVICE = "clear() caches that hold something else first, or name another device
 def save(caches: Caches, path: str | os.PathLike[str], extra: Mapping[str, Tensor] | None = None) -> None:
     """Write all that caches hold to one file, which replaces what was there only when it is whole and on the disk.
 
-    Tensors go over one after the other, so no second copy of the cache is held.
+    Tensors go over one after the other, so no second copy of the cache is held. Of several ranks each needs a file of its own.
 
     Args:
         caches: The caches.
@@ -72,8 +73,10 @@ def save(caches: Caches, path: str | os.PathLike[str], extra: Mapping[str, Tenso
         recorder = Recorder(f"cache.{number}.")
         told.append({"place": place, "settings": _settings(cache)} | recorder.record(cache))
         tensors |= recorder.tensors
-    state = json.dumps({"adapter": adapter, "caches": told}, default=plain)
-    write_tensors(path, tensors, {"format": f"{FORMAT}/{VERSION}", "state": state})
+    state: dict[str, Any] = {"adapter": adapter, "caches": told}
+    if any(cache.ranks > 1 for _, cache in placed):
+        state["rank"] = rank_here()
+    write_tensors(path, tensors, {"format": f"{FORMAT}/{VERSION}", "state": json.dumps(state, default=plain)})
 
 
 def load(caches: Caches, path: str | os.PathLike[str], device: torch.device | str | None = None) -> dict[str, Tensor]:
@@ -93,7 +96,7 @@ def load(caches: Caches, path: str | os.PathLike[str], device: torch.device | st
     Raises:
         ParameterError: What came are no caches or one twice, or no path.
         FormatError: The file is no snapshot, of a newer version, truncated or damaged, or a folder.
-        StateError: It is of other caches, a host was detached or has none yet, or wrote keys whose values are still to come.
+        StateError: It is of other caches or of another rank, a host was detached or has none yet, or wrote keys whose values are still to come.
         ShapeError: It is of another batch, number of heads or of channels.
         DeviceError: The device is not there, or of a kind that nothing here serves.
         CacheMemoryError: Its memory ran out.
@@ -109,6 +112,9 @@ def load(caches: Caches, path: str | os.PathLike[str], device: torch.device | st
         state = _state(file)
         if not isinstance(state["adapter"], str):
             raise FormatError(f"adapter: got {state['adapter']!r}, need a name, or none in quotation marks")
+        told_rank, rank = rank_told(state.get("rank")), rank_here()
+        if None not in (told_rank, rank):
+            _compare("caches", str(told_rank), str(rank))
         _compare("caches", state["adapter"] or "no adapter", adapter or "no adapter")
         _compare("caches", [_place(each["place"]) for each in state["caches"]], [place for place, _ in placed])
         pairs = [(told, cache) for told, (_, cache) in zip(state["caches"], placed, strict=True)]
