@@ -93,7 +93,7 @@ UNKNOWN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 def test_a_host_that_does_not_is_refused_before_anything_is_cached(name: str) -> None:
     make, run = UNKNOWN[name]
     host = make()
-    refusal = r"layer 0: frames_ahead 6: nothing is known here of how positions turn"
+    refusal = r"layer 0: frames_ahead 6: the adapter in \S+ does not tell how .* host's queries; leave it at 0$"
     with pytest.raises(ParameterError, match=refusal), attach(host, "klt", frames_ahead=6):
         run(host)
     with attach(host, "klt"):  # nothing of it is left

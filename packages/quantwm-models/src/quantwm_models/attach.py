@@ -153,6 +153,11 @@ class Attachment:
         turning: Turning | None = None,
     ) -> LayerCache:
         scheme = replace(self.scheme, chunks_per_seal=1) if rebuilt else self.scheme
+        if scheme.frames_ahead and scheme.uses_queries and turning is None:
+            raise ParameterError(
+                f"layer {layer}: frames_ahead {scheme.frames_ahead}: the adapter in {self.adapter} does not tell how positions turn this "
+                "host's queries; leave it at 0"
+            )
         cache = LayerCache(
             scheme,
             layer=layer,
