@@ -290,6 +290,22 @@ def test_what_is_no_turning_is_refused(ahead: int, monkeypatch: pytest.MonkeyPat
         LayerCache("klt", layer=4, frames_ahead=ahead, turning="x")  # type: ignore[arg-type]  # on purpose
 
 
+@pytest.mark.parametrize("wrong", ["x", -1, 0, 2.0, True, None])
+def test_ranks_are_counted(wrong: Any) -> None:
+    cache = LayerCache("bf16", layer=4)
+    cache.ranks = 3
+    with pytest.raises(ParameterError, match=rf"^layer 4: ranks {wrong!r}: need a whole number above 0"):
+        cache.ranks = wrong
+    assert cache.ranks == 3
+
+
+def test_a_key_frame_is_called() -> None:
+    cache = LayerCache("quantwm", layer=4)
+    with pytest.raises(ParameterError, match=r"^layer 4: key_frame 3: need a function"):
+        cache.key_frame = 3  # type: ignore[assignment]  # the point of the test
+    assert cache.key_frame is None
+
+
 class Witness(CacheObserver):
     """Keeps what it is told."""
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from jaxtyping import BFloat16, Float
 from torch import Tensor
 
+from quantwm_core.errors import ParameterError
 from quantwm_core.rotary import Turning
 from quantwm_kernels.statistics import QueryMoment
 from quantwm_models.attending import AttentionPath, attend_decoded, attend_sealed, pays
@@ -49,6 +50,10 @@ class Answering(Holding):
 
     @key_frame.setter
     def key_frame(self, frame: KeyFrame | None) -> None:
+        if frame is not None and not callable(frame):
+            raise ParameterError(
+                f"layer {self.layer}: key_frame {frame!r}: need a function of a QueryMoment and a span of tokens, or None"
+            )
         self._learning.key_frame = frame
 
     def read(

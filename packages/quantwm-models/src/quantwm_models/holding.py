@@ -16,10 +16,12 @@ from quantwm_kernels.chunk import SealedChunk
 from quantwm_models.causality import CausalQueries
 from quantwm_models.confirmation import Confirmation
 from quantwm_models.contents import Contents, Unit
+from quantwm_models.errors import located
 from quantwm_models.geometry import Geometry
 from quantwm_models.learning import Learning
 from quantwm_models.observer import CacheObserver
 from quantwm_models.offload import Offload
+from quantwm_models.ranks import checked_ranks
 from quantwm_models.reads import Reads
 from quantwm_models.report import CacheReport, held
 from quantwm_models.scope import LayerScope
@@ -80,7 +82,8 @@ class Holding(ABC):
 
     @ranks.setter
     def ranks(self, count: int) -> None:
-        self._located.ranks = count
+        with located(f"layer {self.layer}"):
+            self._located.ranks = checked_ranks(count)
 
     @property
     def tokens(self) -> int:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from torch import distributed
 
-from quantwm_core.errors import FormatError
+from quantwm_core.errors import FormatError, ParameterError
+from quantwm_core.stream import is_whole
 from quantwm_models.bookkeeping import whole
 
 
@@ -51,3 +52,18 @@ def rank_told(told: object) -> Rank | None:
         raise FormatError(f"rank: got {told!r}, need a rank and of how many it is one")
     count = whole("ranks", told[1], least=1)
     return Rank(whole("rank", told[0], most=count - 1), count)
+
+
+def checked_ranks(count: int) -> int:
+    """Of how many ranks each holds as many of a layer's heads.
+
+    >>> checked_ranks(0)
+    Traceback (most recent call last):
+    ...
+    quantwm_core.errors.ParameterError: ranks 0: need a whole number above 0, of how many ranks each holds as many heads
+    """
+    if not is_whole(count) or count < 1:
+        raise ParameterError(
+            f"ranks {count!r}: need a whole number above 0, of how many ranks each holds as many heads"
+        )
+    return int(count)
