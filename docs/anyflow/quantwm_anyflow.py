@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantwm_core.errors import StateError
 from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostError
-from quantwm_models.patching import hooked, named
+from quantwm_models.patching import attached_already, hooked, named
 from quantwm_models.rebuilt import rebuild
 from quantwm_models.rolling_dict import MakeCache
 from quantwm_models.rotary import before_rotation, turned
@@ -45,7 +44,7 @@ def attach(pipeline: Any, make_cache: MakeCache) -> Callable[[], None]:
     except AttributeError as error:
         raise HostError(f"{type(pipeline).__qualname__}: need .blocks of .attn1 with .norm_q and .heads") from error
     if hooked(blocks[0], Layer):
-        raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
+        raise attached_already(pipeline)
     workspace = Workspace()
     with ExitStack() as stack:
         for number, (block, (norm, heads)) in enumerate(zip(blocks, norms, strict=True)):

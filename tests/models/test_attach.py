@@ -1,7 +1,10 @@
 """A cache under a live host: nothing of the host changes but its memory, and nothing stays behind."""
 
+import copy
+import gc
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,7 +20,7 @@ from torch import Tensor
 from quantwm_core import plugin
 from quantwm_core.errors import DomainError, ParameterError, StateError, UnknownNameError
 from quantwm_core.method import scheme
-from quantwm_models import Attachment, CacheObserver, LayerCache, adapters, attach
+from quantwm_models import Attachment, CacheObserver, LayerCache, adapters, attach, attached
 from quantwm_models.adapters import causal_forcing
 from quantwm_models.errors import HostError, UnknownHostError
 from quantwm_models.patching import module_of
@@ -25,6 +28,7 @@ from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
 from quantwm_models.store import Store
 from tests.models import causal_forcing_host, rolling_host
 from tests.models.chunks import bits, normal
+from tests.models.longcat_host import LongCatVideoPipeline
 from tests.models.rolling_host import Pipeline, Settings
 
 
@@ -307,12 +311,61 @@ def test_two_pipelines_of_one_module_do_not_disturb_each_other() -> None:
 def test_attaching_twice_is_refused() -> None:
     pipeline = Pipeline(Settings())
     with attach(pipeline, "rtn", adapter=ADAPTER) as attachment:
-        with pytest.raises(StateError, match="Pipeline: a cache is attached already; detach it first"):
+        with pytest.raises(StateError, match=r"Pipeline: a cache is attached already; .* quantwm_models\.attached\(\)"):
             attach(pipeline, "bf16", adapter=ADAPTER)
         pipeline.inference(1, 2)
     assert attachment.report().tokens == 2 * 48
     with attach(pipeline, "bf16", adapter=ADAPTER):
         pipeline.inference(1, 2)
+
+
+def test_a_host_whose_attachment_nobody_kept_is_detached() -> None:
+    pipeline = Pipeline(Settings())
+    before, expected = {*vars(pipeline)}, bits(pipeline.inference(1, 5))
+    assert attached(pipeline) is None
+    attach(pipeline, "rtn", adapter=ADAPTER)
+    gc.collect()
+    found = attached(pipeline)
+    assert found is not None
+    assert attached(pipeline) is found
+    assert bits(pipeline.inference(1, 5)) != expected
+    assert found.report().chunks_sealed == 2 * 4
+    found.detach()
+    found.detach()
+    assert attached(pipeline) is None
+    assert ({*vars(pipeline)}, bits(pipeline.inference(1, 5))) == (before, expected)
+    with attach(pipeline, "bf16", adapter=ADAPTER) as second:
+        found.detach()
+        assert attached(pipeline) is second
+
+
+def test_a_host_that_is_dropped_is_not_kept_by_its_attachment() -> None:
+    pipeline = LongCatVideoPipeline()
+    attach(pipeline, "rtn")
+    gone = weakref.ref(pipeline)
+    del pipeline
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_copy_of_a_host_is_not_what_its_attachment_restores() -> None:
+    pipeline = LongCatVideoPipeline()
+    with attach(pipeline, "rtn") as attachment:
+        assert attached(copy.deepcopy(pipeline)) is None
+        assert attached(pipeline) is attachment
+
+
+class Slots:
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("pipeline", [Slots(), Slots], ids=["an instance without attributes", "a class"])
+def test_a_host_without_attributes_is_attached_to(pipeline: object) -> None:
+    undone: list[object] = []
+    adapter = SimpleNamespace(matches=lambda _: True, attach=lambda host, _: lambda: undone.append(host))
+    with attach(pipeline, "rtn", adapter=adapter):
+        assert attached(pipeline) is None
+    assert undone == [pipeline]
 
 
 def test_a_function_that_others_put_in_place_since_is_left_there() -> None:

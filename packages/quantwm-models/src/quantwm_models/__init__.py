@@ -1,7 +1,7 @@
 """A streaming compressed cache on the device, and the adapters that put it under a world model."""
 
 from quantwm_models import snapshot
-from quantwm_models.attach import Attachment, attach
+from quantwm_models.attach import Attachment, attach, attached
 from quantwm_models.cache import LayerCache
 from quantwm_models.errors import CacheMemoryError, HostError, UnknownHostError
 from quantwm_models.observer import CacheObserver
@@ -21,5 +21,6 @@ __all__ = [
     "UnknownHostError",
     "Workspace",
     "attach",
+    "attached",
     "snapshot",
 ]

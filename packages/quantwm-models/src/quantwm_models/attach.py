@@ -22,6 +22,9 @@ from quantwm_models.options import check_flag
 from quantwm_models.report import CacheReport, total
 from quantwm_models.workspace import Workspace
 
+# Where a host is kept that nothing else knows to restore, for as long as it is there.
+_ATTRIBUTE = "_quantwm_attachment"
+
 
 class Attachment:
     """A host with caches under it; a context manager that restores the host on leaving, whatever happened inside.
@@ -42,6 +45,7 @@ class Attachment:
         self._observers = checked_observers(observers)
         self._made = Made()
         self._undo: Callable[[], None] | None = None
+        self._attributes: dict[str, Any] = {}
 
     @property
     def caches(self) -> tuple[LayerCache, ...]:
@@ -89,6 +93,8 @@ class Attachment:
         if self._undo is not None:
             undo, self._undo = self._undo, None
             self.detached = True
+            if self._attributes.get(_ATTRIBUTE) is self:
+                del self._attributes[_ATTRIBUTE]
             try:
                 forget_recordings()  # which waits for the GPU, and so may raise what went wrong there
             finally:
@@ -141,6 +147,14 @@ class Attachment:
                 "changed before stays changed"
             )
         self._undo = undo
+        attributes = getattr(pipeline, "__dict__", None)
+        if isinstance(attributes, dict):  # past a host's own ways of setting them
+            self._attributes = attributes
+            attributes[_ATTRIBUTE] = self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A host that is copied is not the one that this restores: where it stood, the copy has None."""
+        return type(None), ()
 
     def _make_cache(
         self,
@@ -213,3 +227,16 @@ def attach(
     attachment = Attachment(chosen_scheme, observers, Offload() if offload else None)
     attachment.connect(chosen, pipeline)
     return attachment
+
+
+def attached(pipeline: object) -> Attachment | None:
+    """What :func:`attach` returned for an object, as long as the host is not restored; None if there is nothing to restore.
+
+    Args:
+        pipeline: What ``attach`` was given. One that has no ``__dict__`` is not found.
+
+    >>> attached(object()) is None
+    True
+    """
+    found = getattr(pipeline, "__dict__", {}).get(_ATTRIBUTE)
+    return found if isinstance(found, Attachment) else None

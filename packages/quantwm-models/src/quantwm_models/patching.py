@@ -92,6 +92,18 @@ def hooked(module: nn.Module, kind: type) -> bool:
     return any(isinstance(getattr(hook, "__self__", None), kind) for hook in hooks)
 
 
+def attached_already(pipeline: object) -> StateError:
+    """What an adapter raises under a host that has a cache under it.
+
+    >>> print(attached_already(3))
+    int: a cache is attached already; detach() what attach() returned, or quantwm_models.attached() of the object that it was given
+    """
+    return StateError(
+        f"{type(pipeline).__qualname__}: a cache is attached already; detach() what attach() returned, or quantwm_models.attached() "
+        "of the object that it was given"
+    )
+
+
 def module_of(instance: object) -> ModuleType:
     """Module that defines a live object's class; hosts share top-level names, so it is never imported by name.
 

@@ -19,13 +19,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from quantwm_core.errors import StateError
 from quantwm_core.rotary import Turning
 from quantwm_models.attention_hook import Attention, Watching, function_replaced, running_layer_known
 from quantwm_models.cache import LayerCache
 from quantwm_models.entries import Attributes, Entries, materialise, on_meta
 from quantwm_models.errors import HostError
-from quantwm_models.patching import Setting, replaced, restored
+from quantwm_models.patching import Setting, attached_already, replaced, restored
 from quantwm_models.store import pair
 from quantwm_models.workspace import Workspace
 
@@ -105,7 +104,7 @@ def hook(host: RollingDict, make_cache: MakeCache) -> Callable[[], None]:
     """
     allocate = getattr(host.pipeline, host.allocator, None)
     if isinstance(allocate, _Allocator):
-        raise StateError(f"{type(host.pipeline).__qualname__}: a cache is attached already; detach it first")
+        raise attached_already(host.pipeline)
     if not callable(allocate) or "device" not in inspect.signature(allocate).parameters:
         raise HostError(
             f"{type(host.pipeline).__qualname__}: need a method {host.allocator}(..., device), found {allocate!r}"

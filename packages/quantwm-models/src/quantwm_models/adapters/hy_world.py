@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantwm_core.errors import StateError
 from quantwm_kernels.launch import one_of
 from quantwm_kernels.statistics import QueryMoment, second_moment
 from quantwm_models.attention_hook import Attention, Replacement, function_replaced
@@ -25,7 +24,7 @@ from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostError
 from quantwm_models.geometry import shared_by
 from quantwm_models.options import check_flag
-from quantwm_models.patching import hooked, module_of, named, restored
+from quantwm_models.patching import attached_already, hooked, module_of, named, restored
 from quantwm_models.rebuilt import Sealed
 from quantwm_models.rebuilt_layer import RebuiltLayer, Seen
 from quantwm_models.rolling_dict import MakeCache
@@ -84,7 +83,7 @@ class HyWorld:
             if not callable(getattr(module, each, None)):
                 raise HostError(f"module {module.__name__}: need a function {each!r}, which is not there")
         if hooked(blocks[0], RebuiltLayer):
-            raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
+            raise attached_already(pipeline)
         workspace = Workspace()
         with ExitStack() as stack:
             for each in _CACHES:

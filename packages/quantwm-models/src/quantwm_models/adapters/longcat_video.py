@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantwm_core.errors import StateError
 from quantwm_core.stream import Span
 from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
@@ -25,7 +24,7 @@ from quantwm_models.errors import HostError
 from quantwm_models.observer import Shown
 from quantwm_models.offload import Offload
 from quantwm_models.options import check_count
-from quantwm_models.patching import hooked, named, restored
+from quantwm_models.patching import attached_already, hooked, named, restored
 from quantwm_models.rebuilt import Sealed, rebuild
 from quantwm_models.rolling_dict import MakeCache
 from quantwm_models.rotary import before_rotation, turned
@@ -68,7 +67,7 @@ class LongCatVideo:
                 f"{type(pipeline).__qualname__}: need .blocks of .attn or .self_attn with .rope_3d.freqs_dict: {error}"
             ) from error
         if any(hooked(rotation, _Layer) for rotation in rotations):
-            raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
+            raise attached_already(pipeline)
         workspace, offload, angles = Workspace(), Offload(), _Angles()
         with ExitStack() as stack:
             stack.enter_context(restored(pipeline, "kv_cache_dict"))

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quantwm_core.errors import ParameterError, StateError
+from quantwm_core.errors import ParameterError
 from quantwm_models.action_caches import ActionCaches
 from quantwm_models.errors import HostError
 from quantwm_models.options import check_count
-from quantwm_models.patching import Setting, called_by, named
+from quantwm_models.patching import Setting, attached_already, called_by, named
 from quantwm_models.rolling_dict import MakeCache, RollingDict, hook
 from quantwm_models.rotary import turning_of
 
@@ -65,7 +65,7 @@ class MatrixGame:
             ) from error
         allocate = getattr(pipeline, _ACTION_ALLOCATOR, None)
         if isinstance(allocate, ActionCaches):
-            raise StateError(f"{type(pipeline).__qualname__}: a cache is attached already; detach it first")
+            raise attached_already(pipeline)
         if not callable(allocate) or "device" not in inspect.signature(allocate).parameters:
             raise HostError(f"{type(pipeline).__qualname__}: need a method {_ACTION_ALLOCATOR}(..., device)")
         if self.window is not None and self.window < chunk:
