@@ -170,6 +170,26 @@ def test_an_option_that_the_host_has_no_function_for_is_refused(monkeypatch: pyt
     attach(host).detach()
 
 
+@pytest.mark.parametrize("made", [lambda made: made[:3], lambda made: made[0]], ids=["3 values", "a Tensor"])
+def test_a_projection_that_returns_something_else_is_refused(
+    made: Callable[[Any], Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = hy_world_host.prope_qkv
+
+    def prope_qkv(*args: Any, **kwargs: Any) -> Any:
+        called_by_host = len(args) == 3 and args[0] is not args[1]
+        return project(*args, **kwargs) if called_by_host else made(project(*args, **kwargs))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hy_world_host, "prope_qkv", prope_qkv)
+        host, came = WanPipeline(), request.node.callspec.id
+        with (
+            attach(host, "bf16", adapter=HyWorld(once=True)),
+            pytest.raises(HostError, match=f"prope_qkv returned {came}; need 4"),
+        ):
+            host.video(0, 2)
+
+
 class Firsts(CacheObserver):
     """Whether units were sealed with a basis."""
 

@@ -16,10 +16,14 @@ from torch import Tensor, nn
 from quantwm_models.attention_hook import Replacement
 from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
+from quantwm_models.errors import HostError
 from quantwm_models.observer import Shown
 from quantwm_models.rebuilt import Sealed, rebuild
 from quantwm_models.settling import KeyFrame
 from quantwm_models.two_kinds import Transforms, stored_once
+
+# What a host's projection returns.
+MADE = 4
 
 
 class Seen(Replacement):
@@ -172,7 +176,13 @@ def _projecting(original: Callable[..., Any], settings: Mapping[str, Any]) -> Ca
     """The host's projection of keys and values, by the cameras of a history."""
 
     def project(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        _, projected_keys, projected_values, _ = original(keys, keys, values, **settings)
-        return projected_keys, projected_values
+        made = original(keys, keys, values, **settings)
+        if not isinstance(made, tuple | list) or len(made) != MADE:
+            came = f"{len(made)} values" if isinstance(made, tuple | list) else f"a {type(made).__name__}"
+            raise HostError(
+                f"{original.__module__}.{original.__name__} returned {came}; need {MADE}: queries, keys, values and what brings the "
+                "output back. This host's history cannot be stored once: leave that option off"
+            )
+        return made[1], made[2]
 
     return project
