@@ -17,6 +17,7 @@ from torch import Tensor
 from quantwm_core.errors import DomainError
 from quantwm_kernels.reading import ReadPlan
 from quantwm_models import LayerCache, Offload, Workspace, attach, snapshot
+from quantwm_models.attention_hook import Attention
 from tests.models import rolling_host
 from tests.models.chunks import bits, chunk, fill
 from tests.models.rolling_host import Entry, Pipeline, Settings
@@ -222,3 +223,37 @@ def test_what_could_not_be_sealed_is_told_in_the_thread_that_goes_on(late: Decre
         assert cache.tokens == 32
         assert pool.submit(cache.workspace.confirm).result() is None, "which waits for nothing that is not its own"
     assert cache.report().chunks_sealed == 1
+
+
+def test_queries_are_those_of_the_layer_that_runs_in_the_thread() -> None:
+    meet = threading.Barrier(2, timeout=SECONDS)
+    attention = Attention(lambda q, k, v: (meet.wait(), q + k + v)[1])
+
+    def run(number: int) -> list[float]:
+        seen: list[float] = []
+        attention.watching.enter(seen, lambda q: seen.append(float(q)))
+        meet.wait()
+        attention(*torch.full((3, 1), float(number)))
+        meet.wait()
+        attention.watching.leave(seen)
+        return seen
+
+    assert at_once([lambda: run(1), lambda: run(2)]) == [[1.0], [2.0]]
+
+
+def test_one_who_is_detached_is_forgotten_by_the_thread_whose_layer_runs() -> None:
+    attention, owner = Attention(lambda *_: None), object()
+    entered, forgotten = (threading.Barrier(2, timeout=SECONDS) for _ in range(2))
+
+    def run() -> object:
+        attention.watching.enter(owner, owner)
+        entered.wait()
+        forgotten.wait()
+        return attention.watching.innermost
+
+    def detach() -> None:
+        entered.wait()
+        attention.watching.forget(owner)
+        forgotten.wait()
+
+    assert at_once([run, detach]) == [None, None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ class Watching:
     """Who is told of what passes a function while a layer runs, where the arguments do not say whose it is.
 
     Several attachments share it. Each takes away what is its own and nothing else, also when it is detached while one of
-    its layers runs, or when a layer failed before it could enter.
+    its layers runs, or when a layer failed before it could enter. A thread is told of what passes in itself.
 
     >>> watching, (mine, other) = Watching(), ("mine", "other")
     >>> for owner in (mine, other, mine):
@@ -39,7 +40,12 @@ class Watching:
     """
 
     def __init__(self) -> None:
-        self._entered: list[tuple[object, Any]] = []
+        self._threads: dict[int, list[tuple[object, Any]]] = {}
+
+    @property
+    def _entered(self) -> list[tuple[object, Any]]:
+        """Owners and watchers of the calling thread, innermost last."""
+        return self._threads.setdefault(get_ident(), [])
 
     @property
     def innermost(self) -> Any:
@@ -62,8 +68,9 @@ class Watching:
             del self._entered[place]
 
     def forget(self, owner: object) -> None:
-        """The owner does not watch any more, though a layer of its may still run."""
-        self._entered[:] = [each for each in self._entered if each[0] is not owner]
+        """The owner does not watch any more, though a layer of its may still run, in whichever thread."""
+        for entered in list(self._threads.values()):
+            entered[:] = [each for each in entered if each[0] is not owner]
 
 
 class Replacement:
