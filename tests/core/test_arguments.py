@@ -4,7 +4,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
         CODES[None, None],
         STEPS[..., 0].astype("float8_e4m3fn")[:1, :1],
         CODES[None, None, :, 0],
-        np.ones((1, 1), np.float32),
+        np.ones(1, np.float32),
     ),
     "affine.encode": (VALUES, GROUP, 2),
     "affine.decode": (AFFINE, 0, TOKENS),
@@ -171,7 +171,15 @@ CALLS: dict[str, tuple[Any, ...]] = {
 ELSEWHERE = {
     "arguments.explain_errors": "is told of below",
     **dict.fromkeys(
-        ("errors.lookup", "plugin.load", "methods.names", "methods.parameter_names"), "takes names, which are looked up"
+        (
+            "errors.lookup",
+            "errors.meant",
+            "plugin.load",
+            "methods.names",
+            "methods.parameter_names",
+            "methods.distributions",
+        ),
+        "takes names, which are looked up",
     ),
     **dict.fromkeys(("methods.get", "methods.settings"), "test_methods.py: a method checks its own settings"),
     **{f"chunk.{name}": "test_chunk.py: files" for name in ("save", "load", "write_arrays", "read_arrays")},
@@ -213,6 +221,15 @@ def result(name: str, args: tuple[Any, ...]) -> Any:
         return list(given) if inspect.isgenerator(given) else given
 
 
+def refusal(name: str, args: tuple[Any, ...]) -> QuantWMError | None:
+    """The package's error for a call, if it is refused; any other is raised."""
+    try:
+        result(name, args)
+    except QuantWMError as error:
+        return error
+    return None
+
+
 def changed(name: str, make: Callable[[Any], list[Any]]) -> Iterator[tuple[Any, ...]]:
     """Arguments of a call, one of which is made another."""
     for place, argument in enumerate(CALLS[name]):
@@ -238,10 +255,17 @@ def misshapen(argument: Any) -> list[Any]:
 def test_what_is_no_such_argument_is_refused_by_an_error_of_the_package(name: str) -> None:
     result(name, CALLS[name])
     for args in changed(name, misshapen):
-        try:
-            result(name, args)
-        except QuantWMError:
-            continue
+        refused = refusal(name, args)
+        if hasattr(refused, "_explains"):
+            assert str(refused).partition(":")[0] in inspect.signature(FUNCTIONS[name]).parameters
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name, each in FUNCTIONS.items() if hasattr(importlib.import_module(each.__module__), "explain_errors")],
+)
+def test_annotations_can_be_asked(name: str) -> None:
+    get_type_hints(inspect.unwrap(FUNCTIONS[name]))
 
 
 @pytest.mark.parametrize("name", [name for name, args in CALLS.items() if any(isinstance(a, np.ndarray) for a in args)])
@@ -305,6 +329,34 @@ def test_the_argument_at_fault_is_named() -> None:
         psac.project(np.ones((1, 2, 8), np.float32), np.ones((1, 4, 3), "bfloat16"))
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'group_size'"):
         affine.encode(VALUES)  # type: ignore[call-arg]  # on purpose
+
+
+def test_what_is_raised_while_values_are_given_is_explained_too() -> None:
+    def halves(counts: list[int]) -> Iterator[int]:
+        for count in counts:
+            yield count // 2
+
+    module: dict[str, Any] = {"__name__": halves.__module__, "halves": halves}
+    explain_errors(module)
+    assert list(module["halves"]([2, 4])) == [1, 2]
+    with pytest.raises(ParameterError, match=r"counts: got \['x'\], need list\[int\] \(TypeError: unsupported operand"):
+        list(module["halves"](["x"]))
+
+
+def test_the_outermost_argument_at_fault_is_named_and_the_first_error_kept() -> None:
+    with pytest.raises(DtypeError, match=r"^covariance: got None, need an array, .* \(\w+Error: ") as caught:
+        basis.fit(None, SQUARE)  # type: ignore[arg-type]  # on purpose
+    assert not isinstance(caught.value.__cause__, QuantWMError)
+
+
+def test_what_may_be_left_out_is_not_at_fault_for_being_empty() -> None:
+    def divided(by: int, named: dict[str, str] | None = None) -> float:
+        return 1 / by if not named else 0.0
+
+    module: dict[str, Any] = {"__name__": divided.__module__, "divided": divided}
+    explain_errors(module)
+    with pytest.raises(ZeroDivisionError):
+        module["divided"](0, {})
 
 
 def test_an_error_that_no_argument_explains_stays() -> None:

@@ -20,7 +20,10 @@ from jaxtyping import AbstractArray, jaxtyped
 
 from quantwm_core.errors import DtypeError, ParameterError, QuantWMError, ShapeError
 
-_RAISED = (AttributeError, LookupError, TypeError, ValueError)
+RAISED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What Python and NumPy raise over arguments that are not what a function takes."""
+
+_EXPLAINS = "_explains"  # attribute of an error that says which one it explains
 _NUMBERS: dict[object, type] = {int: numbers.Integral, float: numbers.Real}
 
 
@@ -28,7 +31,8 @@ def explain_errors(namespace: dict[str, Any]) -> None:
     """Let the public functions of a module say which argument is at fault, where they fail because one is.
 
     What is raised then is a :class:`DtypeError`, :class:`ShapeError` or :class:`ParameterError`, from the error that it
-    explains. An error that no argument explains stays what it is, and a call that succeeds takes 60 ns more.
+    explains and whose words it ends with. Of functions that call each other the outermost whose argument is at fault says so.
+    An error that no argument explains stays what it is, and a call that succeeds takes about 0.1 us longer.
 
     Args:
         namespace: ``globals()`` of the module, at its end.
@@ -41,7 +45,7 @@ def explain_errors(namespace: dict[str, Any]) -> None:
     >>> module["half"](None)
     Traceback (most recent call last):
     ...
-    quantwm_core.errors.DtypeError: values: got None, need an array, Float32 [tokens, channels]
+    quantwm_core.errors.DtypeError: values: got None, need an array, Float32 [tokens, channels] (TypeError: unsupported operand type(s) for /: 'NoneType' and 'float')
     """
     for name, member in list(namespace.items()):
         if inspect.isfunction(member) and member.__module__ == namespace["__name__"] and not name.startswith("_"):
@@ -53,7 +57,7 @@ def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             given = function(*args, **kwargs)
-        except _RAISED as error:
+        except RAISED as error:
             _explain(error, function, args, kwargs)
             raise
         return generate(given, args, kwargs) if type(given) is GeneratorType else given
@@ -61,7 +65,7 @@ def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
     def generate(given: Iterator[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
         try:
             yield from given
-        except _RAISED as error:
+        except RAISED as error:
             _explain(error, function, args, kwargs)
             raise
 
@@ -70,14 +74,18 @@ def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _explain(error: Exception, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise what says more than ``error``, if an argument is at fault."""
-    if isinstance(error, QuantWMError):
+    inner = getattr(error, _EXPLAINS, None)  # of a function that this one calls
+    if isinstance(error, QuantWMError) and inner is None:
         return
+    cause = inner or error
     for fault in _faults(function, args, kwargs):
-        raise fault from error
+        told = type(fault)(f"{fault} ({type(cause).__name__}: {cause})")
+        setattr(told, _EXPLAINS, cause)
+        raise told from cause
 
 
 def _faults(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[QuantWMError]:
-    """What is wrong with the arguments of a call: those that are not what is annotated, then those that are empty."""
+    """What is wrong with the arguments of a call: arrays of nothing, what is not as annotated, and other things that are empty."""
     signature = inspect.signature(function)
     try:
         given = signature.bind(*args, **kwargs).arguments
@@ -89,14 +97,16 @@ def _faults(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         kind = signature.parameters[name].kind
         if name in hints and kind is not inspect.Parameter.VAR_KEYWORD:
             known += [(name, each) for each in (value if kind is inspect.Parameter.VAR_POSITIONAL else [value])]
+    for name, value in known:
+        if isinstance(value, np.ndarray) and not value.size:
+            yield ShapeError(f"{name}: got shape {value.shape}, which holds no element")
     with jaxtyped("context"):  # in which axes of one name are of one size
         for name, value in known:
             if not _fits(value, hints[name]):
                 yield _fault(name, value, hints[name])
     for name, value in known:
-        if isinstance(value, np.ndarray) and not value.size:
-            yield ShapeError(f"{name}: got shape {value.shape}, which holds no element")
-        elif isinstance(value, Sequence | Mapping) and not value:
+        needed = signature.parameters[name].default is inspect.Parameter.empty
+        if needed and isinstance(value, Sequence | Mapping) and not value:
             yield ShapeError(f"{name}: got {value!r}, which is empty")
 
 
@@ -106,7 +116,7 @@ def _fits(value: object, hint: Any) -> bool:
     if origin in (Union, UnionType):
         return any(_fits(value, each) for each in get_args(hint))
     if origin is Literal:
-        return value in get_args(hint)
+        return any(type(value) is type(each) and value == each for each in get_args(hint))
     if origin in (Sequence, Iterable, list) and isinstance(value, Sequence):
         return all(_fits(each, *get_args(hint)) for each in value)
     kind = origin or _NUMBERS.get(hint, hint)

@@ -254,7 +254,7 @@ def decode_tensor(sealed: SealedTensor, start: int = 0, stop: int | None = None)
         decoded = method.decode(sealed, first, last)
     except KeyError as error:
         raise FormatError(f"a unit sealed with {sealed.method} lacks its array {error}; the file is damaged") from error
-    except (IndexError, TypeError, ValueError) as error:
+    except (ArithmeticError, IndexError, TypeError, ValueError) as error:
         raise FormatError(f"the arrays of a unit sealed with {sealed.method} do not fit together ({error})") from error
     if decoded.shape != (batch, heads, last - first, channels):
         raise FormatError(f"a unit sealed with {sealed.method} decodes to {decoded.shape} and claims {sealed.shape}")
