@@ -248,7 +248,7 @@ def _set(*keys: str | int, value: Any) -> Any:
         *(_set(0, "keys", value=value) for value in JUNK),
         *(_set(0, "keys", "method", value=value) for value in (None, 3, ["quantwm"])),
         *(_set(0, "keys", "parameters", value=value) for value in (None, 3, ["rank"], "rank")),
-        *(_set(0, "keys", "shared", value=value) for value in (None, 1, "x", [], {"shared_basis": 0})),
+        *(_set(0, "keys", "shared", value=value) for value in (None, 1, "x", ["shared_basis"], {"shared_basis": 0})),
         *(_set(0, "keys", "shape", value=value) for value in (None, 5, [], [1, 2, 20], "1234", [1, 2, 20, "32"])),
         *(_set(0, "keys", "shape", value=value) for value in ([1, 2, 20, 0], [1, 2, -20, 32], [1.0, 2, 20, 32])),
         _set(0, "keys", "shape", value=[1, 2, 21, 32]),

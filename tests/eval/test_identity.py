@@ -139,6 +139,8 @@ def test_a_checkout_that_git_does_not_know_is_its_code(
         after = identify(Setup(checkout=written(folder, {name: "f"})))["checkout"]
         assert after != before
         before = after
+    written(folder, {"out/results.jsonl": "g", "out/vbench.json": "h"})
+    assert identify(Setup(checkout=folder))["checkout"] == before
 
 
 def test_a_configuration_of_the_checkout_comes_before_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

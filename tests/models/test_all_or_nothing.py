@@ -210,6 +210,13 @@ def test_head_sizes_that_groups_do_not_divide() -> None:
     assert cache.tokens == 0
 
 
+def test_a_history_of_heads_that_no_setting_fits() -> None:
+    cache = LayerCache("quantwm", layer=5, rank=100, chunks_per_seal=2)
+    with pytest.raises(ParameterError, match="layer 5: quantwm rank 100: need at most 32"):
+        cache.rebuild(*chunk(0, channels=32), None, [16])
+    assert cache.tokens == 0
+
+
 def test_settings_that_make_no_sense() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown method 'qgv'; did you mean 'qvg'\?"):
         LayerCache("qgv")

@@ -319,6 +319,26 @@ def heads_first(count: int, seed: int) -> Tensor:
     return normal(1, 2, count, 16, seed=seed)
 
 
+def test_what_waits_stays_where_an_observer_failed_after_the_window_had_rolled() -> None:
+    class Failing(CacheObserver):
+        def evicted(self, cache: LayerCache, start: int, stop: int) -> None:
+            raise LookupError
+
+    cache = LayerCache("bf16")
+    keys, values = pair(cache, (1, 64, 2, 16))
+    for number in range(4):
+        write(keys, values, CHUNK * number, number)
+    cache.observers.append(Failing())
+    keys[:, 0 : 64 - CHUNK] = keys[:, CHUNK:64].clone()
+    keys[:, 64 - CHUNK : 64] = torch.ones(1, CHUNK, 2, 16)
+    with pytest.raises(LookupError):
+        values[:, 0 : 64 - CHUNK] = values[:, CHUNK:64].clone()
+    assert cache.tokens == 64 - CHUNK
+    values[:, 64 - CHUNK : 64] = torch.ones(1, CHUNK, 2, 16)
+    assert cache.tokens == 64
+    assert not cache.half_written
+
+
 class Told(CacheObserver):
     """Keeps what attention was told of."""
 

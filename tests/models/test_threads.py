@@ -225,6 +225,18 @@ def test_what_could_not_be_sealed_is_told_in_the_thread_that_goes_on(late: Decre
     assert cache.report().chunks_sealed == 1
 
 
+def test_who_forgets_what_another_thread_began_leaves_what_this_one_waits_for(late: Decree) -> None:
+    waited, shared = late(None), Workspace()
+    theirs, ours, third = (LayerCache("quantwm", iterations=1, workspace=shared) for _ in range(3))
+    elsewhere(partial(fill, theirs, 2))
+    fill(ours, 2)
+    theirs.clear()
+    assert waited == []
+    third.append(*chunk(0))
+    assert waited == [0]
+    assert ours.report().chunks_sealed == 1
+
+
 def test_queries_are_those_of_the_layer_that_runs_in_the_thread() -> None:
     meet = threading.Barrier(2, timeout=SECONDS)
     attention = Attention(lambda q, k, v: (meet.wait(), q + k + v)[1])

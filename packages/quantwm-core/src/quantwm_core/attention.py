@@ -146,7 +146,7 @@ def selection_shift(
     Raises:
         ParameterError: ``top`` is not between 1 and the number of tokens.
         ShapeError: The two are not of the same shape.
-        DomainError: A logit is NaN or infinite.
+        DomainError: A logit is NaN or infinite, as a mask would make it: leave masked tokens out.
 
     >>> selection_shift(np.float32([[[1.0, 2.0], [3.0, 0.0]]]), np.float32([[[3.0, 2.0], [3.0, 0.0]]]))
     array([0.5], dtype=float32)

@@ -83,7 +83,7 @@ def load(entry: EntryPoint) -> Any:
     """What an entry point names.
 
     Raises:
-        PluginError: It cannot be imported, whatever it raises, or lacks what is named; the message says whose it is.
+        PluginError: It cannot be imported, whatever :class:`Exception` it raises, or lacks what is named; the message says whose it is.
 
     >>> load(EntryPoint("mean", "statistics:mean", "quantwm.metrics"))([1, 3])
     2

@@ -28,11 +28,12 @@ from typing import TypeAlias
 
 from quantwm_core.errors import ParameterError
 from quantwm_eval.hosts import Setup
+from quantwm_eval.output import RESULTS
 from quantwm_eval.provenance import commit_of
 
 PIECES, PIECE = 1024, 4096
 CODE = frozenset({".json", ".py", ".yaml", ".yml"})
-"""What of a checkout decides what it does: code, and the configurations that it comes with."""
+"""What of a checkout decides what it does: code, and the configurations that it comes with; not folders of results in it."""
 
 Read: TypeAlias = Callable[[Path], str]
 """From a file to a digest of it, in hexadecimal digits."""
@@ -69,7 +70,7 @@ def check_apart(setup: Setup, folder: Path) -> None:
 
     Args:
         setup: What it is made from.
-        folder: Where results go; where it lies in a checkout they change nothing of the code.
+        folder: Where results go; where it lies in a checkout it does not count as code.
 
     Raises:
         ParameterError: All of a folder counts, and this one is in it.
@@ -108,20 +109,20 @@ def _digest(path: Path, read: Read, suffixes: Collection[str] = ()) -> str:
         return read(path)
     listed = [
         (file.relative_to(path).as_posix(), read(file))
-        for file in _files(path)
+        for file in _files(path, without=RESULTS if suffixes else "")
         if not suffixes or file.suffix.lower() in suffixes
     ]
     return hashlib.sha256(json.dumps(sorted(listed)).encode()).hexdigest()
 
 
-def _files(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Files of a folder and of those in it; links are followed, but not around in circles."""
+def _files(folder: Path, above: frozenset[Path] = frozenset(), without: str = "") -> Iterator[Path]:
+    """Files of a folder and of those in it, but for folders with a file ``without``; links are followed, but not in circles."""
     here = folder.resolve()
-    for entry in () if here in above else folder.iterdir():
+    for entry in () if here in above or (without and (folder / without).is_file()) else folder.iterdir():
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
-            yield from _files(entry, above | {here})
+            yield from _files(entry, above | {here}, without)
         elif entry.is_file():
             yield entry
 

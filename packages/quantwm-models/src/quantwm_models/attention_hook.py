@@ -40,32 +40,34 @@ class Watching:
     """
 
     def __init__(self) -> None:
+        # Owners and watchers of each thread in which a layer runs, innermost last.
         self._threads: dict[int, list[tuple[object, Any]]] = {}
-
-    @property
-    def _entered(self) -> list[tuple[object, Any]]:
-        """Owners and watchers of the calling thread, innermost last."""
-        return self._threads.setdefault(get_ident(), [])
 
     @property
     def innermost(self) -> Any:
         """Who entered last; None where nobody did, or for a layer without a cache of ours, as in training."""
-        return self._entered[-1][1] if self._entered else None
+        entered = self._threads.get(get_ident())
+        return entered[-1][1] if entered else None
 
     def enter(self, owner: object, watcher: Any) -> None:
         """A layer of the owner begins to run."""
-        self._entered.append((owner, watcher))
+        self._threads.setdefault(get_ident(), []).append((owner, watcher))
 
     def note(self, watcher: Any) -> None:
         """Put another in the place of the innermost, if there is one."""
-        if self._entered:
-            self._entered[-1] = (self._entered[-1][0], watcher)
+        entered = self._threads.get(get_ident())
+        if entered:
+            entered[-1] = (entered[-1][0], watcher)
 
     def leave(self, owner: object) -> None:
         """The layer that the owner entered last is done; nothing happens if it entered none."""
-        places = (place for place, (other, _) in reversed(list(enumerate(self._entered))) if other is owner)
-        if (place := next(places, None)) is not None:
-            del self._entered[place]
+        entered = self._threads.get(get_ident(), [])
+        for place in reversed(range(len(entered))):
+            if entered[place][0] is owner:
+                del entered[place]
+                break
+        if not entered:
+            self._threads.pop(get_ident(), None)
 
     def forget(self, owner: object) -> None:
         """The owner does not watch any more, though a layer of its may still run, in whichever thread."""

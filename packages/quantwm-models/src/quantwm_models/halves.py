@@ -87,11 +87,12 @@ class Halves:
             )
         if all(waiting.values()):
             keys, values = waiting["keys"].popleft(), waiting["values"].popleft()
-            self.cache.half_written = any(waiting.values())
+            self.cache.half_written, before = any(waiting.values()), self.cache.version
             try:
                 self._carry_out(keys, values)
             except BaseException:
-                self.drop()
+                if self.cache.version == before:  # not done; an observer may have failed after it was
+                    self.drop()
                 raise
 
     def _carry_out(self, keys: Roll | Write, values: Roll | Write) -> None:

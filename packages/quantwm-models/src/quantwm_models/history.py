@@ -63,6 +63,7 @@ class History:
         exact_keys, exact_values, geometry = exact_chunk(keys, values, self.geometry, copy=False)
         if self.geometry is None:
             self._learning.check_foreseen(self.contents, geometry)
+            self._scheme.check_channels(geometry.key_channels, geometry.value_channels)
         self.geometry = geometry
         grown = self.contents.append(exact_keys, exact_values)
         gone = self.contents.gone(grown)

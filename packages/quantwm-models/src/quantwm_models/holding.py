@@ -50,6 +50,7 @@ class Holding(ABC):
         self._geometry: Geometry | None = None
         self._reads = Reads(self.workspace)
         self._unconfirmed: tuple[Unconfirmed, Contents, Geometry | None] | None = None
+        self._confirmation: Confirmation | None = None
         self._located = LayerScope(self.layer, _weakly(self._advice))
 
     @abstractmethod
@@ -148,7 +149,9 @@ class Holding(ABC):
         """
         before = self.stream.live
         if self._unconfirmed is not None:
-            self._unconfirmed = self.workspace.unconfirmed = None
+            if self.workspace.unconfirmed is self._confirmation:
+                self.workspace.unconfirmed = None
+            self._unconfirmed = self._confirmation = None
         self._contents, self._geometry = contents, geometry
         self._reads.restart()
         if self.offload is not None:
@@ -217,7 +220,7 @@ class Holding(ABC):
             self._reads.forget()  # a plan keeps its units alive
         if unconfirmed is not None:
             self._unconfirmed = (unconfirmed, before, self._geometry)
-            self.workspace.unconfirmed = Confirmation(self.layer, unconfirmed, self._confirm)
+            self.workspace.unconfirmed = self._confirmation = Confirmation(self.layer, unconfirmed, self._confirm)
         self._contents, self._geometry = settled, geometry
         self.version += 1
         if self.observers:
@@ -236,13 +239,15 @@ class Holding(ABC):
             try:
                 contents = unconfirmed.confirm(self._contents, keep=self._reads.captured)
             except Exception:
-                self._contents, self._geometry, self._unconfirmed = before, geometry, None
+                self._contents, self._geometry = before, geometry
+                self._unconfirmed = self._confirmation = None
                 self._reads.forget()
                 self.version += 1
                 raise
         if any(contents.units[span] is not unit for span, unit in self._contents.units.items()):
             self._reads.forget()  # what is stored in another way now
-        self._contents, self._unconfirmed = contents, None
+        self._contents = contents
+        self._unconfirmed = self._confirmation = None
 
     def _moved(self, contents: Contents, offload: Offload | None, device: torch.device) -> Contents:
         """The contents with their units where they are to be kept."""

@@ -17,6 +17,7 @@ from quantwm_models.attention_hook import Replacement
 from quantwm_models.cache import LayerCache
 from quantwm_models.compiling import uncompiled
 from quantwm_models.errors import HostError
+from quantwm_models.handle import name_of
 from quantwm_models.observer import Shown
 from quantwm_models.rebuilt import Sealed, rebuild
 from quantwm_models.settling import KeyFrame
@@ -180,7 +181,7 @@ def _projecting(original: Callable[..., Any], settings: Mapping[str, Any]) -> Ca
         if not isinstance(made, tuple | list) or len(made) != MADE:
             came = f"{len(made)} values" if isinstance(made, tuple | list) else f"a {type(made).__name__}"
             raise HostError(
-                f"{original.__module__}.{original.__name__} returned {came}; need {MADE}: queries, keys, values and what brings the "
+                f"{name_of(original)} returned {came}; need {MADE}: queries, keys, values and what brings the "
                 "output back. This host's history cannot be stored once: leave that option off"
             )
         return made[1], made[2]

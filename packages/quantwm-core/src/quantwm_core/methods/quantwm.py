@@ -118,9 +118,9 @@ class QuantWM:
         """
         wide = values.astype(np.float32)
         channels = values.shape[3]
-        self._check_rank(kind, channels)
         group = affine.default_group_size(channels) if self.group_size is None else self.group_size
         affine.check_group_size(channels, group)
+        self._check_rank(kind, channels)
         initial = self._initial(values, previous)
         if kind == "values":
             centroids, stored = self._codebook(wide, None, initial)
@@ -152,11 +152,11 @@ class QuantWM:
     def nbytes(self, kind: Kind, shape: tuple[int, int, int, int], first: bool) -> int:
         """The storage table; PSAC coefficients count as dense."""
         batch, heads, tokens, channels = shape
-        self._check_rank(kind, channels)
         rank = 0 if first else self.rank
         keys, values = cost.quantwm_nbytes(
             tokens, channels, self.group_size, self.centroids, rank, self.coefficient_bits, self.centroid_bits
         )
+        self._check_rank(kind, channels)
         return batch * heads * (keys if kind == "keys" else values)
 
     def _check_rank(self, kind: Kind, channels: int) -> None:
