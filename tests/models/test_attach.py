@@ -352,7 +352,9 @@ def test_the_copy_of_a_host_is_not_what_its_attachment_restores() -> None:
     pipeline = LongCatVideoPipeline()
     with attach(pipeline, "rtn") as attachment:
         assert attached(copy.deepcopy(pipeline)) is None
+        shallow = copy.copy(pipeline)
         assert attached(pipeline) is attachment
+    assert attached(shallow) is None
 
 
 class Slots:

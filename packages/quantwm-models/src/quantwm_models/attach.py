@@ -239,4 +239,4 @@ def attached(pipeline: object) -> Attachment | None:
     True
     """
     found = getattr(pipeline, "__dict__", {}).get(_ATTRIBUTE)
-    return found if isinstance(found, Attachment) else None
+    return found if isinstance(found, Attachment) and not found.detached else None
