@@ -18,6 +18,7 @@ from quantwm_core.errors import DomainError
 from quantwm_kernels.reading import ReadPlan
 from quantwm_models import LayerCache, Offload, Workspace, attach, snapshot
 from quantwm_models.attention_hook import Attention
+from quantwm_models.store import pair
 from tests.models import rolling_host
 from tests.models.chunks import bits, chunk, fill
 from tests.models.rolling_host import Entry, Pipeline, Settings
@@ -223,6 +224,21 @@ def test_what_could_not_be_sealed_is_told_in_the_thread_that_goes_on(late: Decre
         assert cache.tokens == 32
         assert pool.submit(cache.workspace.confirm).result() is None, "which waits for nothing that is not its own"
     assert cache.report().chunks_sealed == 1
+
+
+def test_a_unit_that_is_refused_late_takes_what_waits_with_it(late: Decree) -> None:
+    late(DomainError("keys hold NaN"))
+    cache = LayerCache("quantwm", iterations=1)
+    keys, values = pair(cache, (1, 64, 2, 32))
+    first, second = (torch.ones(1, 16, 2, 32) for _ in range(2))
+    for place in (slice(0, 16), slice(16, 32)):
+        keys[:, place] = first
+        values[:, place] = second
+    keys[:, 0:16] = keys[:, 16:32].clone()
+    keys[:, 16:32] = first
+    with pytest.raises(DomainError, match="keys hold NaN"):
+        values[:, 0:16] = values[:, 16:32].clone()
+    assert not cache.half_written
 
 
 def test_who_forgets_what_another_thread_began_leaves_what_this_one_waits_for(late: Decree) -> None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from quantwm_core.chunk import KINDS, Kind
-from quantwm_core.errors import RangeError, StateError
+from quantwm_core.errors import QuantWMError, RangeError, StateError
 from quantwm_core.stream import Span
 from quantwm_models.cache import LayerCache
 
@@ -90,8 +90,9 @@ class Halves:
             self.cache.half_written, before = any(waiting.values()), self.cache.version
             try:
                 self._carry_out(keys, values)
-            except BaseException:
-                if self.cache.version == before:  # not done; an observer may have failed after it was
+            except BaseException as error:
+                # An observer may have failed after it was done; a unit that is refused late counts as a change, too.
+                if self.cache.version == before or isinstance(error, QuantWMError):
                     self.drop()
                 raise
 
